@@ -14,7 +14,6 @@ from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.encoding import BoundaryTokenizer, border_ids
 from torchtitan_scape.data.loader import TextDataset, tokenizer_digest
-from torchtitan_scape.data.prepare_parts import Encoder
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -180,7 +179,7 @@ def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.
     ):
         encoder.encode("x" * 64 + "!")
     with pytest.raises(ValueError, match=r"on a text of 66 characters, 'x{40}'"):
-        Encoder(build_tokenizer(job), "eos")(["ab", "x" * 65 + "!"])
+        BoundaryTokenizer(build_tokenizer(job), "eos").encode_documents(["ab", "x" * 65 + "!"])
 
 
 def test_the_largest_token_is_compared_with_the_embedding(tmp_path: Path) -> None:

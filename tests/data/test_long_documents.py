@@ -17,7 +17,6 @@ from torchtitan_scape.data import encoding
 from torchtitan_scape.data.documents import documents
 from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import TextDataLoader, TextDataset
-from torchtitan_scape.data.prepare_parts import Encoder
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:
@@ -171,10 +170,9 @@ def test_no_more_than_a_piece_is_encoded_at_once(novel: Path, tokenizer: Any) ->
 
     text = " ".join(f"w{i}" for i in range(3000))
     encoder, whole = BoundaryTokenizer(tokenizer, "bos_eos"), tokenizer.encode(text, add_bos=True, add_eos=True)
-    encoder._encode = Recorded(encoder._encode)
+    encoder._ids = Recorded(encoder._ids)
     assert encoder.encode(text) == whole
-    prepare = Encoder(tokenizer, "bos_eos")
-    prepare._encode = Recorded(prepare._encode)
-    ids, lengths = prepare(["short", text, "x"])
+    encoder._ids_of_each = Recorded(encoder._ids_of_each)
+    ids, lengths = encoder.encode_documents(["short", text, "x"])
     assert ids[7 : 7 + len(whole)].tolist() == whole and lengths == [7, len(whole), 3]
     assert max(sizes) < PIECE + 10 and sum(sizes) == 2 * len(text) + 6

@@ -14,8 +14,9 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare, prepare_parts
+from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare
 from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.manifest import Manifest, Pair, PairWriter
 from torchtitan_scape.titan.data import DATASETS, DatasetConfig
 from torchtitan_scape.titan.tokenizer import build_tokenizer
@@ -139,7 +140,7 @@ def test_a_killed_command_can_be_continued(reference: Path, tmp_path: Path, monk
     """After SIGKILL of the command its workers end too."""
     out = tmp_path / "out"
     options = ("--validation", "0.2", "--workers", "2")
-    encode = prepare_parts.Encoder.__call__
+    encode = BoundaryTokenizer.encode_documents
 
     def slowly(encoder: Any, texts: Any) -> Any:
         time.sleep(0.2)
@@ -148,7 +149,7 @@ def test_a_killed_command_can_be_continued(reference: Path, tmp_path: Path, monk
     child = os.fork()
     if not child:
         try:
-            monkeypatch.setattr(prepare_parts.Encoder, "__call__", slowly)
+            monkeypatch.setattr(BoundaryTokenizer, "encode_documents", slowly)
             call(out, *options, text=reference / "text")
         finally:
             os._exit(0)

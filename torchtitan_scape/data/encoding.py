@@ -1,14 +1,30 @@
-"""Encoding of texts, and text that spells a special token of the tokenizer, such as <|end_of_text|>.
+"""Encoding of documents: in pieces if they are long, and with tokens between them.
 
-By default such characters are ordinary text: as the token, they would end a document in its middle.
-`data.allow_special_tokens` encodes them as the token, for text that contains special tokens on purpose.
+The tokenizers library needs over a hundred bytes of memory per character. A long text is therefore split where the
+pre-tokenizer always splits, independent of the text around it, so that the tokens of the pieces, concatenated, are
+those of the whole text:
+
+    byte-level BPE   between a character and a single space or line break, and between letters and digits
+    SentencePiece    at a single space, which the tokenizer writes as "▁" in front of the next piece
+
+`rule_of` reads the rule from the tokenizer's definition. A tokenizer with another definition has none: its texts are
+encoded whole. So is a text without a place to split, as far as the next one.
+
+Characters that spell a special token, such as <|end_of_text|>, are ordinary text by default: as the token, they would
+end a document in its middle. `data.allow_special_tokens` encodes them as the token.
+
+Published tokenizers define the tokens between documents in one of three ways: names of BOS and EOS in
+tokenizer_config.json, a template in tokenizer.json that adds them to every text, or neither (GPT-2). Documents get the
+tokens that `[data] border` selects.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 from torchtitan_scape.titan.data import BaseTokenizer
@@ -17,6 +33,8 @@ from torchtitan_scape.titan.tokenizer import panic_text, special_tokens_in_text
 logger = logging.getLogger(__name__)
 
 LONG = 1 << 23  # Characters of a piece that are reported, because its tokens need gigabytes of memory.
+Piece = tuple[int, str, bool]  # Index of its first character, its text, and whether it is the last one.
+CHARACTERS_AT_ONCE = 1 << 20  # That are encoded together.
 PIECE = 1 << 15  # Characters after which a text is split at the next possible place.
 
 # Latin letters and those of scripts with few spaces. Letters that a library might classify differently are left out.
@@ -127,37 +145,6 @@ def _sentence_piece_prefix(normalizers: list[dict[str, Any]], splitters: list[di
     return None
 
 
-class TextEncoder:
-    """Encoder of texts by the tokenizers library, without the tokenizer's template."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._as_text = tokenizer, tokenizer.encode_special_tokens
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tokenizer.encode_special_tokens = self._as_text  # Pickling a tokenizer loses it.
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError if the tokenizer fails on it."""
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
-        except BaseException as error:
-            if reason := panic_text(error):
-                text = f"a text of {len(text):,} characters, {text[:40]!r}..."
-                raise ValueError(f"the tokenizer failed on {text}: {reason}") from None
-            raise
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Raises ValueError if the tokenizer fails on one."""
-        try:
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        except BaseException as error:
-            if not panic_text(error):
-                raise
-        return [self.encode(text) for text in texts]  # Raises the error of the text on which it fails.
-
-
 class SpecialTokenCount:
     """Count of the `documents` that spell a special token of a tokenizer of the tokenizers library."""
 
@@ -191,27 +178,16 @@ def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[i
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
-class Border:
-    """The ids around documents; see `border_ids`."""
-
-    def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
-        self._before, self._after = border_ids(tokenizer, border)
-
-    def around(self, first: int, ids: list[int], last: bool) -> list[int]:
-        """Return the ids of a piece with those before and after its document, if the piece begins or ends it."""
-        return (self._before if first == 0 else []) + ids + (self._after if last else [])
-
-
 class PieceSplitter:
-    """Splitter of long texts for one tokenizer; see pieces.py."""
+    """Splitter of long texts for one tokenizer; see `SplitRule`."""
 
     def __init__(self, tokenizer: BaseTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
         self._rule: SplitRule | None = None
         self._inspected = self._reported = False
 
-    def __call__(self, text: str, begin: int = 0) -> Iterator[tuple[int, str, bool]]:
-        """Yield index of the first character, text, and whether it is the last, of each piece from `begin` on."""
+    def __call__(self, text: str, begin: int = 0) -> Iterator[Piece]:
+        """Yield each piece of a text from `begin` on."""
         if len(text) - begin <= PIECE:
             yield begin, text[begin:], True
             return
@@ -225,21 +201,77 @@ class PieceSplitter:
             yield first, piece, first + len(piece) == len(text)
 
 
+def groups(items: Iterable[Any], most: int | None = None) -> Iterator[list[Any]]:
+    """Yield items, tuples with a text in the second place, in groups that are encoded together."""
+    group, size = [], 0
+    for item in items:
+        group.append(item)
+        size += len(item[1])
+        if size >= CHARACTERS_AT_ONCE or len(group) == most:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
 class BoundaryTokenizer:
-    """Tokenizer that adds the document border to a text and ignores the tokenizer's own template."""
+    """Encoder of documents with the border that `[data] border` selects, instead of the tokenizer's own template.
+
+    Long texts are encoded in pieces.
+    """
 
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self.tokenizer = tokenizer.tokenizer
         self.definition: str | None = getattr(tokenizer, "definition", None)  # See `name_borders`.
-        self._encode, self._special = TextEncoder(self.tokenizer).encode, SpecialTokenCount(self.tokenizer)
-        self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
+        self.special = SpecialTokenCount(self.tokenizer)
+        self._as_text = self.tokenizer.encode_special_tokens
+        self._before, self._after = border_ids(tokenizer, border)
+        self._split = PieceSplitter(tokenizer)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokenizer.encode_special_tokens = self._as_text  # Pickling a tokenizer loses it.
 
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
         if begin == 0:
-            self._special.add_and_log(text)
+            self.special.add_and_log(text)
         for first, piece, last in self._split(text, begin):
-            yield first, self._border.around(first, self._encode(piece), last)
+            yield first, self._around(first, self._ids(piece), last)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [token for _, ids in self.encode_pieces(text) for token in ids]
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple["array[int]", list[int]]:
+        """Return the concatenated ids of all texts, and the number of ids of each."""
+        ids, ends = array("i"), [0]
+        for pieces in groups(chain.from_iterable(map(self._split, texts))):
+            encoded = self._ids_of_each([piece for _, piece, _ in pieces])
+            for (first, _, last), piece_ids in zip(pieces, encoded, strict=True):
+                ids.extend(array("i", self._around(first, piece_ids, last)))
+                if last:
+                    ends.append(len(ids))
+        return ids, [end - begin for begin, end in pairwise(ends)]
+
+    def _around(self, first: int, ids: list[int], last: bool) -> list[int]:
+        """Return the ids of a piece with those before and after its document, if the piece begins or ends it."""
+        return (self._before if first == 0 else []) + ids + (self._after if last else [])
+
+    def _ids(self, text: str) -> list[int]:
+        """Return the ids of a text. Raises ValueError if the tokenizer fails on it."""
+        try:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        except BaseException as error:
+            if reason := panic_text(error):
+                text = f"a text of {len(text):,} characters, {text[:40]!r}..."
+                raise ValueError(f"the tokenizer failed on {text}: {reason}") from None
+            raise
+
+    def _ids_of_each(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            return [one.ids for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except BaseException as error:
+            if not panic_text(error):
+                raise
+        return [self._ids(text) for text in texts]  # Raises the error of the text on which it fails.

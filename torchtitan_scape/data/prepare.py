@@ -29,6 +29,7 @@ from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.files import packaged, parse_json, write_whole
 from torchtitan_scape.core.text import duration_text
 from torchtitan_scape.data.datasets import DATASETS
+from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.data.manifest import (
     MANIFEST,
@@ -40,7 +41,7 @@ from torchtitan_scape.data.manifest import (
     dtype_for,
     tokenizer_facts,
 )
-from torchtitan_scape.data.prepare_parts import Encoder, PrepareTask, PrepareWork, TextSource
+from torchtitan_scape.data.prepare_parts import PrepareTask, PrepareWork, TextSource
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN = "unfinished", "plan.json"
@@ -127,7 +128,7 @@ def _revision(name: str, path: str | None) -> str | None:
         return None
 
 
-def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], Encoder]:
+def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], BoundaryTokenizer]:
     """Return manifest without shards, tasks, sources and encoder; equal for equal text, tokenizer and options."""
     name = options.dataset or "text_files"
     config = JobConfig()
@@ -135,8 +136,8 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
     config.data.allow_special_tokens = options.allow_special_tokens
     tokenizer = build_tokenizer(config)
     sources, held_out = sources_of(name, options.path, options.text_column, options.validation)
-    encoder = Encoder(tokenizer, options.border)
-    ids, _ = encoder(texts) if (texts := sources[0].sample()) else ([], [])
+    encoder = BoundaryTokenizer(tokenizer, options.border)
+    ids, _ = encoder.encode_documents(texts) if (texts := sources[0].sample()) else ([], [])
     rate = max(1, sum(len(text.encode()) for text in texts)) / max(1, len(ids))
     if options.validation is None and held_out is not None:
         held_out = _saved_share(options.output) or _default_share(sources[0].sizes, rate)

@@ -7,12 +7,11 @@ range of documents with about as many bytes as the others. For a stream only its
 
 import json
 import os
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ from datasets import Dataset, IterableDataset
 
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import parse_json, write_whole
-from torchtitan_scape.data.encoding import Border, PieceSplitter, SpecialTokenCount, TextEncoder
+from torchtitan_scape.data.encoding import BoundaryTokenizer, groups
 from torchtitan_scape.data.manifest import TRAIN, VALIDATION, IndexedShard, Manifest, PairWriter, Tokens, damage
 from torchtitan_scape.data.prepared import mixed
-from torchtitan_scape.titan.data import BaseTokenizer
 
-# Limits of a group of documents that is encoded together.
-DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 1 << 20
+DOCUMENTS_AT_ONCE = 512  # That are encoded together, at most.
 SAMPLED, SAMPLED_CHARACTERS = 256, 1 << 14
 _ROWS = 256  # Rows of stored data read at once.
 _BLOCK = 400 * _ROWS  # Documents of a block, whose digests are independent of the files.
@@ -49,39 +46,6 @@ class PrepareTask:
     begin: int
     end: int
     bytes: int
-
-
-class Encoder:
-    """Encoder of texts to ids, with the document border around each text. Long texts are encoded in pieces."""
-
-    def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
-        self._encode = TextEncoder(tokenizer.tokenizer).encode_batch
-        self.special = SpecialTokenCount(tokenizer.tokenizer)
-        self._border, self._split = Border(tokenizer, border), PieceSplitter(tokenizer)
-
-    def __call__(self, texts: Sequence[str]) -> tuple["array[int]", list[int]]:
-        """Return the concatenated ids of all texts, and the number of ids of each."""
-        ids = array("i")
-        ends = [0]
-        for pieces in self._grouped(texts):
-            encoded = self._encode([piece for _, piece, _ in pieces])
-            for (first, _, last), piece_ids in zip(pieces, encoded, strict=True):
-                ids.extend(array("i", self._border.around(first, piece_ids, last)))
-                if last:
-                    ends.append(len(ids))
-        return ids, [end - begin for begin, end in pairwise(ends)]
-
-    def _grouped(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str, bool]]]:
-        """Yield the pieces of all texts, in groups to encode together."""
-        group, size = [], 0
-        for piece in chain.from_iterable(map(self._split, texts)):
-            group.append(piece)
-            size += len(piece[1])
-            if size >= CHARACTERS_AT_ONCE:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
 
 
 class TextSource:
@@ -182,21 +146,6 @@ def held_out(numbers: Sequence[int], share: float) -> list[bool]:
     return chosen
 
 
-def _grouped(documents: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
-    numbers: list[int] = []
-    texts: list[str] = []
-    size = 0
-    for number, text in documents:
-        numbers.append(number)
-        texts.append(text)
-        size += len(text)
-        if size >= CHARACTERS_AT_ONCE or len(texts) == DOCUMENTS_AT_ONCE:
-            yield numbers, texts
-            numbers, texts, size = [], [], 0
-    if texts:
-        yield numbers, texts
-
-
 class PrepareWork:
     """Preparation of the shards of all tasks. A task is complete if its record exists and its files match the record.
 
@@ -210,7 +159,7 @@ class PrepareWork:
         plan: Manifest,
         parts: list[PrepareTask],
         sources: list[TextSource],
-        encoder: Encoder,
+        encoder: BoundaryTokenizer,
     ) -> None:
         self.folder, self.unfinished, self.plan, self.parts, self.encoder = folder, unfinished, plan, parts, encoder
         self.sources = {source.split: source for source in sources}
@@ -258,8 +207,8 @@ class PrepareWork:
         dtype = np.dtype(self.plan.dtype)
         writers = {split: PairWriter(self.unfinished, name, split, dtype) for split, name in self._names(part).items()}
         try:
-            for numbers, texts in _grouped(self.sources[part.split].read(part)):
-                self._add(writers, numbers, texts, count)
+            for documents in groups(self.sources[part.split].read(part), DOCUMENTS_AT_ONCE):
+                self._add(writers, documents, count)
             self.write_record(index, [shard for writer in writers.values() if (shard := writer.finish(self.folder))])
         except OSError as error:
             raise ValueError(
@@ -269,12 +218,14 @@ class PrepareWork:
             for writer in writers.values():
                 writer.discard()
 
-    def _add(self, writers: dict[str, PairWriter], numbers: list[int], texts: list[str], count: Count) -> None:
-        out = held_out(numbers, self.plan.held_out or 0.0) if len(writers) > 1 else [False] * len(texts)
+    def _add(self, writers: dict[str, PairWriter], documents: list[tuple[int, str]], count: Count) -> None:
+        out = [False] * len(documents)
+        if len(writers) > 1:
+            out = held_out([number for number, _ in documents], self.plan.held_out or 0.0)
         for writer, wanted in zip(writers.values(), (False, True), strict=False):
-            chosen = [text for text, held in zip(texts, out, strict=True) if held == wanted]
+            chosen = [text for (_, text), held in zip(documents, out, strict=True) if held == wanted]
             if chosen:
-                ids, lengths = self.encoder(chosen)
+                ids, lengths = self.encoder.encode_documents(chosen)
                 n_bytes = sum(len(text.encode()) for text in chosen)
                 writer.add(ids, lengths, n_bytes, sum(map(self.encoder.special.is_in, chosen)))
                 count(len(chosen), len(ids), n_bytes)
