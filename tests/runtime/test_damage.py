@@ -14,7 +14,7 @@ from tests.marks import covering
 from tests.pool import Pool
 from tests.training import METHODS, RECIPE
 from torchtitan_scape.core.plausibility import DamagedParametersError, is_plausible
-from torchtitan_scape.trainer.health import PATIENCE, Health
+from torchtitan_scape.trainer.metrics import PATIENCE, Health
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,8 @@ from torchtitan_scape.topology.groups import build_groups, build_level_groups
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.torch_version import permute_copies
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
-from torchtitan_scape.trainer.health import Health
 from torchtitan_scape.trainer.layout import checked_layout, is_dry_run
-from torchtitan_scape.trainer.metrics import ReplicaMetrics
+from torchtitan_scape.trainer.metrics import Health, ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers, schedule_text
 from torchtitan_scape.trainer.parallelize import LossPerToken, ReplicaParallelDims
 from torchtitan_scape.trainer.specs import register
