@@ -20,7 +20,8 @@ from platform import python_version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.common import run_command, write
-from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_TOKENIZER, speeches, standard_library
+from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, SPEECHES_TOKENIZER
+from torchtitan_scape.data.corpora import PACKAGE, SPEECHES, STANDARD_LIBRARY, VERSION
 
 BOS_TOKEN = "<|begin_of_text|>"
 EOS_TOKEN = "<|end_of_text|>"
@@ -28,8 +29,8 @@ ENTRIES = 4096  # special tokens included
 SMALLEST = 256 + 2  # bytes and special tokens
 # Corpus, folder of its tokenizer, and description.
 CORPORA = {
-    "standard_library": (standard_library, EMBEDDED_TOKENIZER, f"standard library of Python {python_version()}"),
-    "speeches": (speeches, SPEECHES_TOKENIZER, f"messages of {speeches.PACKAGE} {speeches.VERSION}"),
+    "standard_library": (STANDARD_LIBRARY, EMBEDDED_TOKENIZER, f"standard library of Python {python_version()}"),
+    "speeches": (SPEECHES, SPEECHES_TOKENIZER, f"messages of {PACKAGE} {VERSION}"),
 }
 
 
@@ -70,7 +71,7 @@ def save(tokenizer: Tokenizer, folder: Path, trained_on: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     source, own, text = CORPORA[args.corpus]
-    corpus = source.read_corpus()
+    corpus = source.read()
     tokenizer = train((), SMALLEST) if args.bytes else train(corpus.train, ENTRIES)
     folder = args.output or (BYTE_TOKENIZER if args.bytes else own)
     save(tokenizer, folder, "nothing: the 256 bytes" if args.bytes else f"{text}, digest {corpus.digest}")

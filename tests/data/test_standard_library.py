@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from torchtitan_scape.data import EMBEDDED_TOKENIZER, standard_library
+from torchtitan_scape.data import EMBEDDED_TOKENIZER
+from torchtitan_scape.data.corpora import MAX_DOCUMENT_BYTES, STANDARD_LIBRARY, Corpus, _read, lines, python_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def corpus() -> standard_library.Corpus:
-    return standard_library.read_corpus()
+def corpus() -> Corpus:
+    return STANDARD_LIBRARY.read()
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +28,18 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(EMBEDDED_TOKENIZER / "tokenizer.json"))
 
 
-def test_every_reading_gives_the_same_corpus(corpus: standard_library.Corpus) -> None:
+def test_every_reading_gives_the_same_corpus(corpus: Corpus) -> None:
     random.seed(1)  # The shuffle has its own generator.
-    assert standard_library.read_corpus.__wrapped__() == corpus
-    assert standard_library.corpus_digest() == corpus.digest
+    assert _read.__wrapped__(STANDARD_LIBRARY, None, MAX_DOCUMENT_BYTES) == corpus
     assert len(corpus.digest) == 12
 
 
-def test_train_and_validation_share_nothing(corpus: standard_library.Corpus) -> None:
+def test_train_and_validation_share_nothing(corpus: Corpus) -> None:
     assert max(corpus.train_files) < min(corpus.validation_files)
     assert not set(corpus.train) & set(corpus.validation)
 
 
-def test_validation_is_a_twentieth_and_documents_are_small(corpus: standard_library.Corpus) -> None:
+def test_validation_is_a_twentieth_and_documents_are_small(corpus: Corpus) -> None:
     def size(documents: tuple[str, ...]) -> int:
         return sum(len(document.encode()) for document in documents)
 
@@ -47,21 +47,21 @@ def test_validation_is_a_twentieth_and_documents_are_small(corpus: standard_libr
     assert size(corpus.train) + size(corpus.validation) <= corpus.n_bytes
     for document in (*corpus.train, *corpus.validation):
         assert document
-        assert len(document.encode()) <= standard_library.MAX_DOCUMENT_BYTES or document.count("\n") <= 1
+        assert len(document.encode()) <= MAX_DOCUMENT_BYTES or document.count("\n") <= 1
 
 
-def test_documents_are_shuffled(corpus: standard_library.Corpus) -> None:
+def test_documents_are_shuffled(corpus: Corpus) -> None:
     """Replicas read contiguous ranges; in file order each would train on different modules."""
-    sources = standard_library.read_sources(Path(sysconfig.get_path("stdlib")))
-    in_order = [piece for path in corpus.train_files for piece in standard_library.cut(sources[path])]
+    sources = python_sources(Path(sysconfig.get_path("stdlib")))
+    in_order = [piece for path in corpus.train_files for piece in lines(sources[path], MAX_DOCUMENT_BYTES)]
     assert sorted(in_order) == sorted(corpus.train)
     half = len(in_order) // 2
     from_first_half = len(set(in_order[:half]) & set(corpus.train[:half])) / half
     assert 0.4 < from_first_half < 0.6
 
 
-def test_data_sets_are_in_memory(corpus: standard_library.Corpus) -> None:
-    train, validation = standard_library.load_train("ignored"), standard_library.load_validation()
+def test_data_sets_are_in_memory(corpus: Corpus) -> None:
+    train, validation = STANDARD_LIBRARY.data_set("train"), STANDARD_LIBRARY.data_set("validation")
     assert tuple(train["text"]) == corpus.train
     assert tuple(validation["text"]) == corpus.validation
     assert train.column_names == ["text"]
@@ -70,7 +70,7 @@ def test_data_sets_are_in_memory(corpus: standard_library.Corpus) -> None:
 
 @given(st.text(alphabet=st.sampled_from("ab\n\f\r\u2028é"), max_size=60), st.integers(1, 20))
 def test_concatenated_slices_equal_the_text(text: str, max_bytes: int) -> None:
-    pieces = list(standard_library.cut(text, max_bytes))
+    pieces = list(lines(text, max_bytes))
     assert "".join(pieces) == text
     for piece in pieces:
         assert piece
@@ -88,22 +88,22 @@ def test_sources_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     for folder in ("test", "site-packages"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "b.py").write_text("y = 1\n")
-    assert standard_library.read_sources(tmp_path) == {"a.py": "# coding: latin-1\nx = 'é'\n"}
-    with pytest.raises(ValueError, match=r"'a\.py', cannot be split"):
-        standard_library.read_corpus(tmp_path)
+    assert python_sources(tmp_path) == {"a.py": "# coding: latin-1\nx = 'é'\n"}
+    with pytest.raises(ValueError, match="1 Python sources under"):
+        STANDARD_LIBRARY.read(tmp_path)
 
 
 def test_no_sources_is_an_error_with_a_fix(tmp_path: Path) -> None:
     """A zipped standard library has no folder of sources."""
-    with pytest.raises(ValueError, match=r"no Python sources .* full installation"):
-        standard_library.read_corpus(tmp_path / "python311.zip")
+    with pytest.raises(ValueError, match=r"0 Python sources .* full installation"):
+        STANDARD_LIBRARY.read(tmp_path / "python311.zip")
 
 
 def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(f"{name[0]} = 1\n")
     with caplog.at_level(logging.INFO):
-        corpus = standard_library.read_corpus(tmp_path)
+        corpus = STANDARD_LIBRARY.read(tmp_path)
     assert (corpus.train, corpus.validation) == (("a = 1\n",), ("b = 1\n",))
     assert [record.message for record in caplog.records] == [
         "Standard-library corpus: 2 files, 0.0 MB, 1 training and 1 validation documents, digest " + corpus.digest
@@ -124,7 +124,7 @@ def test_tokenizer_gives_back_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_tokenizer_compresses_the_validation_part(corpus: standard_library.Corpus, tokenizer: Tokenizer) -> None:
+def test_tokenizer_compresses_the_validation_part(corpus: Corpus, tokenizer: Tokenizer) -> None:
     text = "".join(corpus.validation[:20])
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
@@ -136,7 +136,7 @@ def test_training_the_tokenizer_twice_gives_the_same_bytes(tmp_path: Path) -> No
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    documents = standard_library.read_corpus().train[:20]
+    documents = STANDARD_LIBRARY.read().train[:20]
     for name in ("one", "two"):
         script.save(script.train(documents, 512), tmp_path / name, "twenty documents")
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -20,7 +20,7 @@ from tests.sharding.test_levels_training import on
 from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.checkpoint.whole import read_model
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.data import standard_library
+from torchtitan_scape.data.corpora import STANDARD_LIBRARY
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
 from torchtitan_scape.huggingface.folder import filled
@@ -208,7 +208,7 @@ def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Pa
     values = read_model(path, {n: p.shape for n, p in model.named_parameters()}, masters=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16)
     entries = theirs.config.vocab_size
-    text = standard_library.load_validation()[0]["text"]
+    text = STANDARD_LIBRARY.data_set("validation")[0]["text"]
     tokens = torch.tensor(build_tokenizer(config).encode(text)[:256]).view(4, 64)
     with torch.no_grad():
         exact, rounded = (

