@@ -28,11 +28,9 @@ Table = dict[str, Any]
 
 @dataclass
 class Recipe:
-    """The merged content of one or several files.
+    """The merged content of one or several files, in this order; the last file with a key determines its value.
 
     Attributes:
-        table: the TOML table, without `extends`.
-        files: the files in the order of merging; the last file with a key determines its value.
         origins: by `section.key`, the file of the value. For a value from a resolved.toml, the file named there.
         without_origin: keys of a resolved.toml without a file, which were defaults.
     """
@@ -48,14 +46,7 @@ def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Rec
 
     Tables are merged key by key; a list replaces an earlier one. A file that is named twice is merged twice. Paths are
     relative to the working directory, see `packaged`; those in `extends` are relative to their file, or name a recipe
-    of this package.
-
-    Args:
-        check: called with the table of every file; the file's name is added to a ValueError that it raises.
-
-    Raises:
-        ValueError: A file cannot be read, is not valid TOML or has an invalid `extends`; files extend each other in a
-            cycle, or in a chain of more than `MAX_DEPTH`. The message names the chain of files.
+    of this package. `check` is called with the table of every file. Errors name the chain of files.
     """
     recipe = Recipe()
     for path in split_names(given):

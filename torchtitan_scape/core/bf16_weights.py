@@ -15,15 +15,11 @@ _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
 
 
 class ScaledTensor(torch.Tensor):
-    """FP32 tensor weight * scale, of which BF16 numbers are stored.
+    """FP32 tensor weight * scale: BF16 numbers, and float64 () or None for 1, both written by the optimizer.
 
     Its gradients are FP32. Views share the storage. Any other operation receives the FP32 values. An operation that
     writes them rounds them to BF16 again, divided by the scale, which does not change. FSDP2 gathers weight * scale in
     the dtype of its mixed precision.
-
-    Args:
-        weight: BF16, written by the optimizer.
-        scale: float64 (), written by the optimizer; None for 1.
     """
 
     weight: Tensor
@@ -125,9 +121,7 @@ def hold_in_bfloat16(module: nn.Module, scaled: bool) -> None:
 
     Values are rounded to BF16 once; masters are initialized from the rounded values. Call it after `fully_shard` and
     initialization, before the first forward pass. With `scaled` each parameter has a scale, for a sharded update.
-
-    Raises:
-        ValueError: The shards of a parameter differ in size; FSDP2 would pad them with FP32 numbers.
+    Raises ValueError if the shards of a parameter differ in size; FSDP2 would pad them with FP32 numbers.
     """
     converted: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():

@@ -41,9 +41,7 @@ class ReplicatedTensors:
     """Replicated tensors of one parameter, or of all parameters together (`name` is None).
 
     Attributes:
-        name: Name of the parameter.
-        parts: (kind, tensor) of any dtype and shape, on the host if offloaded. The kind None denotes the parameter
-            itself. Number and sizes are equal on all replicas.
+        parts: (kind, tensor) of any dtype and shape, on the host if offloaded; the kind None is the parameter itself.
         on_mask: (FP32 (n,), packed bits, or None for all ones): state that is replicated where the bits are set.
     """
 
@@ -110,14 +108,7 @@ def _mixed(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """Peers that disagree on one `ReplicatedTensors`.
-
-    Attributes:
-        shared: The replicated tensors.
-        odd: Indices of the peers that differ from the majority; all peers if there is no majority.
-        source: Index of a peer of the majority, None without one.
-        parts: Indices of the parts that differ.
-    """
+    """Peers that disagree on some parts: those unlike the majority, and one of it; all and None without one."""
 
     shared: ReplicatedTensors
     odd: tuple[int, ...]
@@ -137,17 +128,8 @@ def check_replicas_equal(
 ) -> bool:
     """Compare replicated tensors over all replicas. Collective; all ranks of all replicas get the same result.
 
-    Waits for the device. Bytes are not counted: eight per peer, unless something differs.
-
-    Args:
-        collectives: Collectives over the replicas.
-        shared: Replicated tensors, in the same order on all `peers`.
-        device: Device on which hashes are computed and compared.
-        step: The step, for messages.
-        repair: Overwrite deviating tensors by those of the majority.
-
-    Returns:
-        Whether nothing had to be repaired.
+    Waits for the device. Bytes are not counted: eight per peer, unless something differs. With `repair`, tensors that
+    deviate are overwritten by those of the majority. Returns whether nothing had to be repaired.
 
     Raises:
         ReplicasDifferError: Names ranks and parameters. Raised without `repair`, without a majority, and if replicas

@@ -38,13 +38,10 @@ _EXPERTS = re.compile(r"expert|moe")
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return whether Muon updates a parameter by default.
 
-    These are the matrices, and the stacks of matrices of experts, inside a numbered list of blocks, for example
-    `layers.0.attention.wq.weight`. Embeddings, position tables, output heads, norms, biases, factors of LoRA, the
-    parameters of state-space recurrences, and shapes with a dimension of 1 are left out by their names and shapes.
-
-    Args:
-        name: As in `model.named_parameters()`.
-        shape: Shape of the whole parameter. Three dimensions are a stack: (experts, rows, columns).
+    These are the matrices, and the stacks of matrices of experts, (experts, rows, columns), inside a numbered list of
+    blocks, for example `layers.0.attention.wq.weight`. Embeddings, position tables, output heads, norms, biases,
+    factors of LoRA, the parameters of state-space recurrences, and shapes with a dimension of 1 are left out by their
+    names and shapes.
     """
     if len(shape) not in (2, 3) or 1 in shape:
         return False

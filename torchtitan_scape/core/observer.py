@@ -28,11 +28,8 @@ class Observer(Protocol):
 
 
 class ObservedState(NamedTuple):
-    """State of a parameter after a step, FP32 (n,), read-only.
-
-    Attributes:
-        moment: First moment, or None if there is none.
-        residuals: Residual of each replica of this process; empty for methods without error feedback.
+    """State of a parameter after a step, FP32 (n,), read-only: its first moment, if there is one, and the residual of
+    each replica of this process, if there is error feedback.
     """
 
     moment: Tensor | None

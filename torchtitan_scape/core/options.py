@@ -25,12 +25,9 @@ FREE = {"free": True}
 class Options:
     """A TOML section.
 
-    Subclasses are dataclasses, set `section` and give every field a docstring, which `--help` prints.
-
-    Raises:
-        TypeError: An argument has the name of an earlier version.
-        ValueError: A value has the wrong type, or a key of an earlier version is set. Subclasses call `require` in
-            `__post_init__` for all other rules.
+    Subclasses are dataclasses, set `section` and give every field a docstring, which `--help` prints. A wrong type, and
+    an attribute with a key of an earlier version, is a ValueError, an argument with such a key a TypeError. Subclasses
+    call `require` in `__post_init__` for all other rules.
     """
 
     section: ClassVar[str]  # as in the recipe, for example "sync.scape"

@@ -44,14 +44,10 @@ def is_slice(tensor: Any) -> TypeGuard[SliceParameter]:
 
 @dataclass(eq=False)
 class Shard:
-    """The local shard of one parameter.
+    """The local shard of one parameter, named as in `model.named_parameters()`, and the index of its param group.
 
-    Attributes:
-        name: As in `model.named_parameters()`, without prefixes of wrappers.
-        parameter: The parameter.
-        group: Index of its param group.
-        counted: False on ranks that hold another rank's copy, so that a norm over the model counts every entry once. A
-            replica optimizer sets it, see `replica.setup_checks.count_copies_once`.
+    `counted` is False on ranks that hold another rank's copy, so that a norm over the model counts every entry once. A
+    replica optimizer sets it, see `replica.setup_checks.count_copies_once`.
     """
 
     name: str

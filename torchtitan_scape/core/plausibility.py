@@ -24,13 +24,10 @@ class DamagedParametersError(RuntimeError):
 
 
 def is_plausible(values: Tensor, shared: Tensor | None = None, largest: Tensor | float = LARGEST) -> Tensor:
-    """Return bool () on the device: whether all values are finite and small enough, also relative to `shared`.
+    """Return bool () on the device: whether all values are finite and smaller than `largest`, also relative to
+    `shared`.
 
-    Args:
-        values: a replica's parameter or state, of any shape.
-        largest: absolute value that is too large; infinity if finite values are enough.
-        shared: the weights that all replicas share, of the same size, if the replicas' weights differ. They may be on
-            the host.
+    Those are the weights that all replicas share, if the replicas' weights differ. They may be on the host.
     """
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)

@@ -48,15 +48,11 @@ Sources = dict[str, str]  # Texts by name, sorted.
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, split into documents and shuffled.
+    """A corpus, split into documents and shuffled, with the sorted names of its training and its held-out sources.
 
-    Attributes:
-        train_files, validation_files: Names of the training and of the held-out sources, sorted.
-        train: Training documents, shuffled, each at most 1 KiB (or the requested size) of UTF-8; a single longer unit
-            (a line of code, a word) stays whole.
-        validation: Validation documents, likewise; none equals a training document.
-        n_bytes: UTF-8 bytes of all files together.
-        digest: First 12 hexadecimal digits of the SHA-256 over all documents in order.
+    Documents have at most 1 KiB (or the requested size) of UTF-8; a single longer unit (a line of code, a word) stays
+    whole. No held-out document equals a training document. The digest has 12 hexadecimal digits of the SHA-256 over all
+    documents in order; `n_bytes` is the size of all sources.
     """
 
     train_files: tuple[str, ...]
@@ -69,13 +65,10 @@ class Corpus:
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """A corpus whose text is part of a package.
+    """A corpus whose text is part of a package, which `source` describes.
 
-    Attributes:
-        title: Name for the log.
-        source: Description of the text.
-        sources: Returns the texts for training and the held-out ones; of a folder, or by default of the package.
-        cut: Splits a text into documents of at most this many bytes of UTF-8, none of them empty.
+    `sources` returns the texts for training and the held-out ones, of a folder or by default of the package. `cut`
+    splits a text into documents of at most this many bytes of UTF-8, none of them empty.
     """
 
     title: str

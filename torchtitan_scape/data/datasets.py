@@ -174,10 +174,6 @@ def build_dataloader(
     With simulated replicas it reads the data of as many ranks in turn. It yields `{"input": tokens}, labels`, both
     int64 of shape (local_batch_size, seq_len), labels shifted by one token. The last batch of a finite run
     (`data.epochs`) may be smaller.
-
-    Raises:
-        ValueError: Unknown name; unusable `dataset_path`; fewer documents than ranks, or several workers; prepared data
-            that do not match the run.
     """
     training, readers = job_config.training, dp_world_size * simulated
     names = training.dataset.lower(), job_config.validation.dataset.lower()

@@ -144,12 +144,9 @@ class TextDataset(HuggingFaceTextDataset):
             self._data.set_epoch(self._data.epoch + 1)
 
     def _document(self, sample: dict[str, Any], unit: Unit, begin: int = 0, skip: int = 0) -> Iterator[Batch]:
-        """Yield the sequences that a document completes.
+        """Yield the sequences that a document completes, from the piece that begins with the character `begin` on.
 
-        Args:
-            unit: Reference to it.
-            begin: First character of the piece to start with.
-            skip: Tokens of that piece that were yielded before.
+        `unit` refers to the document. `skip` tokens of the first piece were yielded before.
         """
         for first, tokens in self._encode_pieces(self._text_processor(sample), begin):
             self._piece, self._piece_begin = [unit, first, skip], len(self._token_buffer)
@@ -275,15 +272,11 @@ class TextDataLoader(ParallelAwareDataloader):
         self.dataset.load_state_dict({"position": state_dict[self._rank_id]})
 
     def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
-        """Continue with the data of a run with another (or the same) number of data-parallel ranks. Return a line for
-        the log.
+        """Continue with the data of a run with another (or the same) number of ranks, and return a line for the log.
 
         Not collective: every rank receives the states of all old ranks, in any order. The rest of an epoch is divided
         among the new ranks by the rule in documents.py. Tokens that old ranks had read but not yielded are assigned
         round-robin.
-
-        Raises:
-            ValueError: An old rank's state is missing or damaged, or belongs to other data.
         """
         merged = {key: value for state in states for key, value in state.items()}
         world = int(merged.get("world_size", 0))

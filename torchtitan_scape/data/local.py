@@ -162,13 +162,8 @@ def _log_skipped(root: Path, files: Sequence[Path]) -> None:
 def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> list[Path]:
     """Return the text files of a file or a folder with its sub-folders, sorted, without hidden and empty files.
 
-    Args:
-        split: "train" or "validation" selects the files of a folder whose name, or else the nearest folder's name,
-            starts with it; None selects all.
-
-    Raises:
-        ValueError: `path` is missing or not readable, or has no such file, only empty ones, files of several formats,
-            a pointer of Git LFS or git-annex, or a link that leads nowhere.
+    The split "train" or "validation" selects the files of a folder whose name, or else the nearest folder's name,
+    starts with it. Raises ValueError for files that cannot be one data set.
     """
     root = Path(path)
     if not root.exists():
@@ -216,13 +211,8 @@ def _examples(first: dict[str, Path]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of reading a set of files.
-
-    Attributes:
-        documents: Number of usable documents.
-        bad: Lines (or rows) that are not JSON or not UTF-8, or have no text.
-        empty: Empty texts, which readers skip.
-        first: Location and reason of the first bad or empty line; "" if there is none.
+    """Result of reading a set of files: the numbers of usable documents, of bad lines (or rows), which are not JSON or
+    not UTF-8 or have no text, and of empty texts; and location and reason of the first bad or empty one, or "".
     """
 
     documents: int
@@ -248,13 +238,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Consecutive texts of a file, null where a row has none.
-
-    Attributes:
-        values: Strings.
-        dropped: Number of bad lines among them, which are left out.
-        first: As in `Report`.
-    """
+    """Consecutive texts of a file, null where a row has none, the number of lines left out, and the first defect."""
 
     values: pyarrow.ChunkedArray
     dropped: int = 0
@@ -336,12 +320,7 @@ def _whole_text(file: Path) -> _Texts:
 
 
 class _ColumnarFile:
-    """A parquet or arrow file, read by row groups or record batches.
-
-    Attributes:
-        schema: Names and types of the columns.
-        rows: Number of rows.
-    """
+    """A parquet or arrow file, read by row groups or record batches."""
 
     def __init__(self, file: Path, builder: str) -> None:
         self._file = file
@@ -443,9 +422,7 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
     readers skip.
 
     Raises:
-        ValueError: As `find_text_files`; or a file is damaged as a whole, does not have the `column`, of strings, or
-            has other columns than the first; or a column is named for .txt files; or more than a tenth of all lines are
-            bad; or there are zero documents; or the cache cannot be written to.
+        ValueError: The files, their format or their lines are unusable, or the cache cannot be written to.
     """
     files = find_text_files(path, split)
     builder = _BUILDERS[cast(str, _ending(files[0]))]

@@ -79,13 +79,8 @@ class PairWriter:
         self.tokens = self.bytes = self.special_documents = 0
 
     def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int, special_documents: int = 0) -> None:
-        """Append documents. Raises OverflowError if an id does not fit the dtype.
-
-        Args:
-            ids: Concatenated ids of all documents.
-            lengths: Tokens of each document.
-            n_bytes: Bytes of their text.
-            special_documents: Number of them whose text spells a special token.
+        """Append documents: their ids, concatenated, the tokens of each, the bytes of their text, and how many spell a
+        special token. Raises OverflowError if an id does not fit the dtype.
         """
         # Python's `array` converts a list in a third of numpy's time.
         data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
@@ -147,15 +142,10 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
 
 
 class Pair:
-    """A memory-mapped pair.
+    """A memory-mapped pair: all ids, of unsigned type, and the tokens of each sequence, int32.
 
-    Attributes:
-        tokens: All ids, of unsigned type.
-        lengths: Tokens of each sequence, int32.
-
-    Raises:
-        ValueError: A file is missing, has another format, or is damaged: its size is inconsistent, or sequences are not
-            contiguous.
+    Raises ValueError if a file is missing, has another format, or is damaged: its size is inconsistent, or sequences
+    are not contiguous.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -255,8 +245,6 @@ class Manifest:
     Attributes:
         source: Origin of the text: dataset, path, revision, documents and bytes of text.
         tokenizer: See `tokenizer_facts`.
-        border: Tokens between documents, as [data] border.
-        shard_tokens: Approximate tokens per shard, as requested.
         held_out: Share of held-out documents; None if the source has its own validation split.
         shards: Shards in token order, training shards first.
         allow_special_tokens: As [data] allow_special_tokens; None in data of versions before this key, which encoded

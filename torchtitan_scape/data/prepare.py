@@ -323,12 +323,8 @@ def verify(folder: Path, workers: int) -> None:
 def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, workers: int, total: int) -> None:
     """Call `work(index, count)` for every index below `n` in `workers` processes.
 
-    Args:
-        work: Processes one index, and reports completed documents, tokens and bytes of text to `count`.
-        total: Bytes of all text; 0 if unknown, in which case the progress is that of completed indices.
-
-    Raises:
-        ValueError: A worker failed, with its message, or a process died. The others are terminated.
+    `work` reports completed documents, tokens and bytes of text to `count`. `total` are the bytes of all text, 0 if
+    unknown. Raises ValueError if a worker failed, with its message, or died. The others are terminated.
     """
     context = multiprocessing.get_context("fork")  # Workers inherit sources and tokenizer.
     next_index, errors = context.Value("q", 0), context.SimpleQueue()

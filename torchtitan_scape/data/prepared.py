@@ -168,15 +168,10 @@ def blend_of(path: str) -> list[tuple[float, str]]:
 def open_split(
     section: str, given: str, config: Training | Validation, tokenizer: BaseTokenizer, job: JobConfig
 ) -> Split:
-    """Open the split of a section, after checks: of a folder with a manifest, or a pair.
+    """Open the split of a section ("training" or "validation"), after checks, from the path of a folder or of a pair.
 
-    Args:
-        section: "training" or "validation"; also selects the split.
-        given: The folder, or the path of the pair.
-
-    Raises:
-        ValueError: The path is missing; the data are unfinished or damaged, or were prepared with another tokenizer or
-            border; or one pair is used for both training and validation.
+    Raises ValueError if the data are missing, unfinished or damaged, were prepared with another tokenizer or border, or
+    are one pair for both training and validation.
     """
     key = f"{section}.dataset_path"
     if not given:
@@ -272,11 +267,7 @@ def _allow_files(n: int) -> None:
 class Blend:
     """Several sets, with relative weights, as one, with the interface of `Split` that the loader uses.
 
-    Attributes:
-        counts: Samples of each set per period, int64.
-
-    Raises:
-        ValueError: A weight is so small that a set would never be read.
+    `counts` are the samples of each set per period. A weight with which a set would never be read is a ValueError.
     """
 
     sampled, bytes_per_token = "", None
@@ -357,9 +348,6 @@ class PreparedDataLoader(BaseDataLoader):
         rank, world: This data-parallel rank and their number. Replica k of this rank is reader k * world + rank.
         each: Micro-batches of a reader per step.
         passes: Passes over the data, 0 for no end. The last step is the last one whose samples are all within them.
-
-    Raises:
-        ValueError: The split has fewer samples than a global batch.
     """
 
     def __init__(

@@ -22,12 +22,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class FixedBatches:
-    """The first batches of a loader, read once and yielded at every iteration.
-
-    Attributes:
-        rows: Sequences of each batch.
-        bytes_per_token: UTF-8 bytes of text per token; None if unknown.
-    """
+    """The first batches of a loader, read once and yielded at every iteration. `rows` are the sequences of each."""
 
     bytes_per_token: float | None = None
 
@@ -67,10 +62,7 @@ def validation_batches(
     """Return the batches of this rank and its simulated replicas; their number is equal on all ranks. Collective.
 
     `validation.steps` is the number of batches per reader, -1 for the whole split. Replica k of a rank is reader k *
-    world + rank.
-
-    Raises:
-        ValueError: On every rank, if the data are unusable, end before `steps`, or have fewer sequences than readers.
+    world + rank. Raises ValueError on every rank.
     """
     validation, readers = config.validation, [k * world + rank for k in range(simulated)]
     if validation.steps == 0 or validation.steps < WHOLE:

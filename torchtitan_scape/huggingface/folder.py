@@ -30,9 +30,7 @@ class DifferentError(Exception):
 def load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     """Return the model of a folder, for inference, in this dtype; "auto" for that of config.json.
 
-    Raises:
-        DifferentError: Tensors are missing, unexpected or of another shape; transformers would draw them randomly.
-        ValueError: Weight files cannot be read.
+    Raises DifferentError if tensors are missing, unexpected or of another shape: transformers would draw them randomly.
     """
     import transformers
 

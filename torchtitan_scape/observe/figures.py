@@ -110,11 +110,8 @@ def overlap(before: Tensor, after: Tensor) -> float:
 class ShadowResidual:
     """Hypothetical error feedback of a full exchange: e += g, the largest entries of e are sent, the rest remains.
 
-    Training does not use it. At every entry one of the two attributes is 0, so sent + residual is exactly the e before.
-
-    Attributes:
-        sent: FP32 (n,), entries sent by the last step.
-        residual: FP32 (n,), e after the last step.
+    Training does not use it. Both attributes are FP32 (n,). At every entry one of them is 0, so sent + residual is
+    exactly the e before.
     """
 
     def __init__(self, like: Tensor) -> None:

@@ -25,12 +25,9 @@ class Row:
     """Figures of one tensor at one step of a window, NaN where undefined, and all NaN for a skipped step.
 
     Attributes:
-        step: The step.
-        tensor: Label of the tensor.
         density: Density of the overlap and of a shadow residual.
         overlap: Overlap of the largest |m| of this step with those of the previous step.
-        gradient, sent, residual: Norms, before clipping, of the synchronized gradient, the sent entries and the
-            residual.
+        gradient, sent, residual: Norms before clipping of the synchronized gradient, the sent entries and the residual.
         shadow: `sent` and `residual` are those of a shadow residual. Otherwise `sent` is the norm of the synchronized
             gradient, and `residual` is the root mean square over the replicas of the first process.
     """
@@ -47,12 +44,9 @@ class Row:
 
 @dataclass
 class Frequency:
-    """In how many steps of a window entries were among the largest of the synchronized gradient.
+    """In how many steps of a window, without skipped ones, entries were among the largest of the synchronized gradient.
 
-    Attributes:
-        first, steps: First step of the window, and number of counted steps, without skipped ones.
-        tensor, density: Label of the tensor, and share of entries that counts as the largest.
-        entries: int64 (steps + 1,), number of entries that were selected in 0, 1, ... steps.
+    `entries`, int64 (steps + 1,), are the numbers of entries that were selected in 0, 1, ... steps.
     """
 
     first: int

@@ -38,12 +38,7 @@ PAPER: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Observed:
-    """One observed tensor: a parameter, or several parameters concatenated.
-
-    Attributes:
-        label: Short form of the parameters' names.
-        shards: This rank's shards.
-    """
+    """One observed tensor: a parameter, or several parameters concatenated, with a short label."""
 
     label: str
     shards: tuple[Shard, ...]

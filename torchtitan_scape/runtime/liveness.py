@@ -119,14 +119,9 @@ def record_failure(failure: Failure) -> None:
 class Liveness:
     """Heartbeats of this rank and its view of the others. See `join`.
 
-    Args:
-        connect: Returns the store; called in the thread that communicates with it. None for a single rank, without
-            heartbeats.
-        place: Address of the store, for messages.
-        hosts: Whether this process hosts the store, which must then outlive the last write.
-
-    Attributes:
-        hint: Describes the effect of a restart, for the last line of a run; called once.
+    `connect` returns the store, at `place`, and is called in the thread that communicates with it; None for a single
+    rank, without heartbeats. A process that `hosts` the store must outlive the last write. `hint`, called once,
+    describes the effect of a restart, for the last line of a run.
     """
 
     def __init__(

@@ -16,12 +16,9 @@ _OFI = {"efa": "EFA", "cxi": "Slingshot"}
 
 @dataclass(frozen=True)
 class Transport:
-    """Transport of a rank.
-
-    Attributes:
-        kind: "InfiniBand", "RoCE", "Slingshot", "EFA", "libfabric PROVIDER", "sockets", the name of another network
-            plugin, or "" if the log names none.
-        paths: Number of channels by path, such as "NET/IB/0/GDRDMA", "P2P/CUMEM" and "SHM/direct/direct".
+    """Transport of a rank: "InfiniBand", "RoCE", "Slingshot", "EFA", "libfabric PROVIDER", "sockets", the name of
+    another network plugin, or "" if the log names none; and the number of channels by path, such as "NET/IB/0/GDRDMA",
+    "P2P/CUMEM" and "SHM/direct/direct".
     """
 
     kind: str

@@ -153,13 +153,7 @@ class LauncherRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until enough nodes have joined.
-
-        Raises:
-            WrongEndpointError: the host is unknown, the port is taken, or the nodes expect different numbers of nodes.
-            RendezvousError: nodes are missing after `JOIN_SECONDS`; the message has their names.
-            RunEndedError: the run ended without this node.
-        """
+        """Wait until enough nodes have joined. Raises RunEndedError if the run ended without this node."""
         deadline = time.monotonic() + JOIN_SECONDS
         while True:
             store, served = self._open(deadline)

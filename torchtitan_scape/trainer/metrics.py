@@ -78,10 +78,8 @@ class Health:
 class SentBytes(NamedTuple):
     """Bytes that a rank sends per step, averaged over ranks, without validation.
 
-    Attributes:
-        replicas: on the replicate axis, by level.
-        shards: on the shard axis, by level and kind: FSDP's collectives or their replacements, and the optimizer's.
-        dense: an all-reduce of all gradients on the replicate axis in FP32, for comparison.
+    On the replicate axis by level; on the shard axis, by FSDP's collectives or their replacements and by the optimizer,
+    by level and kind; and in an all-reduce of all gradients on the replicate axis in FP32, for comparison.
     """
 
     replicas: dict[str, float]

@@ -23,10 +23,7 @@ class ReplicaParallelDims(ParallelDims):
 
     TorchTitan passes the replicate axis to FSDP2 or DDP if `dp_replicate_enabled`: here it is always False. FSDP2 is
     enabled on the one-dimensional shard axis, even if its size is 1: it then runs no collective, provides mixed
-    precision, and leaves the local gradient in `p.grad`. It is disabled for models that need none of this.
-
-    Attributes:
-        bare: do not use FSDP2.
+    precision, and leaves the local gradient in `p.grad`. It is disabled for a `bare` model, which needs none of this.
     """
 
     groups: ReplicaGroups | None = None
@@ -49,7 +46,8 @@ class ReplicaParallelDims(ParallelDims):
 def parallelize(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, *, family: Callable[..., nn.Module]
 ) -> nn.Module:
-    """Parallelize the model with `family`, and make FSDP2's reduce-scatter a plain sum.
+    """Parallelize the model with a function such as TorchTitan's `parallelize_llama`, and make FSDP2's reduce-scatter a
+    sum.
 
     TorchTitan disables FSDP2's gradient division by a factor of 1. FSDP2 implements the factor by a pre-multiplied sum,
     which gloo does not support. With a single shard it divides by the factor in a pass of its own, 8 bytes per
@@ -57,9 +55,6 @@ def parallelize(
 
     An FP32 model with a single shard does not use FSDP2: its hooks would neither communicate nor cast, but take a
     quarter of the step time of a small model. A dry run needs FSDP2 to move the model from the meta device.
-
-    Args:
-        family: a function of the first three arguments, such as TorchTitan's `parallelize_llama`.
     """
     training, dry = job_config.training, job_config.comm.mode == "fake_backend"
     one_shard = parallel_dims.dp_shard * parallel_dims.cp == 1 and not job_config.sharding.levels.active

@@ -62,11 +62,7 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
     """Register the TrainSpec of the config's model family; it takes precedence over TorchTitan's.
 
     The builders are bound to the config here, because TorchTitan passes only the [optimizer] section to
-    `build_optimizers_fn`.
-
-    Args:
-        with_data: build tokenizer and data loader; False for a dry run.
-        device_type: refuse models that cannot be trained on this device.
+    `build_optimizers_fn`. A dry run has no data; with a `device_type`, models that cannot be trained there are refused.
     """
     name, flavor = job_config.model.name, job_config.model.flavor
     args = model_args(job_config.model)

@@ -267,12 +267,7 @@ class ScapeTrainer(Trainer):
             loss.tokens = 1.0
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step, with clipping replaced by `patches.gradient_norm`.
-
-        Raises:
-            DataloaderExhaustedError, NoTextError: The data of some rank ended. Raised on all ranks; the step is not
-                counted.
-        """
+        """Run TorchTitan's step. If the data of some rank ended, all ranks raise an error; the step is not counted."""
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes:
             self.checkpointer.maybe_wait_for_staging()  # a full exchange changes states that may still be copied
