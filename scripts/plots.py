@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import RunError
-from torchtitan_scape.core.extras import import_advice
+from torchtitan_scape.core.command import import_advice
 
 # Okabe and Ito's colors without yellow, which is hard to see on white.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -14,7 +14,7 @@ from tests.test_architecture import FILES, ROOT, graph, imports_of
 from torchtitan_scape import start
 from torchtitan_scape.__main__ import COMMANDS
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.core.extras import EXTRAS, PROJECT, import_advice, install_command
+from torchtitan_scape.core.command import EXTRAS, PROJECT, import_advice, install_command
 from torchtitan_scape.core.files import packaged
 
 LIBRARY = {"torch", "triton", "numpy"}

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 if sys.argv[:1] == ["-m"]:  # Python looks up the module that it will run
-    from torchtitan_scape.core.extras import end_in_one_line, is_own_command
+    from torchtitan_scape.core.command import end_in_one_line, is_own_command
 
     if is_own_command(sys.orig_argv):
         sys.excepthook = end_in_one_line

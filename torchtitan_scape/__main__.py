@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan_scape import __version__
-from torchtitan_scape.core.extras import PROJECT, end_in_one_line
+from torchtitan_scape.core.command import PROJECT, end_in_one_line
 
 # Module and purpose of every command. `torchtitan-scape NAME ...` is `python -m MODULE ...`.
 COMMANDS = {

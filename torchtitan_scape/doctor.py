@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_scape.checkpoint.storage import hosts_without, not_shared_text
-from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.command import import_advice, one_line, parser_of
 from torchtitan_scape.core.device_check import check_device
-from torchtitan_scape.core.extras import import_advice
 from torchtitan_scape.core.text import first_text
 from torchtitan_scape.planner import node_checks, preflight
 from torchtitan_scape.runtime import nccl_log

@@ -20,8 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.core.command import one_line, parser_of
-from torchtitan_scape.core.extras import install_command
+from torchtitan_scape.core.command import install_command, one_line, parser_of
 from torchtitan_scape.core.files import parse_json, refuse_pointers, write_whole
 from torchtitan_scape.huggingface.folder import DifferentError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.evaluation.conftest import CHOICES, CLOZES, TEXTS
 from tests.pool import Pool
-from torchtitan_scape.core.extras import install_command
+from torchtitan_scape.core.command import install_command
 from torchtitan_scape.evaluate import digest, main
 
 BYTES = "torchtitan_scape/data/byte_tokenizer/tokenizer.json"

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.core.command import one_line
-from torchtitan_scape.core.extras import install_command
+from torchtitan_scape.core.command import install_command, one_line
 from torchtitan_scape.methods.registry import METHODS
 
 _INT32 = 2**31 - 1

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from torchtitan_scape.core.extras import install_command
+from torchtitan_scape.core.command import install_command
 
 logger = logging.getLogger(__name__)
 
