@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -273,38 +274,37 @@ def read_line(line: bytes, column: str = "text") -> str:
     return text
 
 
-def _numbered(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (file:line, content) of every line of a file that is not blank. Raises ValueError if it cannot be read."""
+@contextmanager
+def _reading(file: Path, builder: str) -> Iterator[None]:
+    """Name the file in an error of reading it."""
     try:
-        with open_lines(file) as lines:
-            for number, line in enumerate(lines, 1):
-                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
-                    raise ValueError("it is UTF-16 or UTF-32; convert it with iconv -t UTF-8")
-                if line.strip():
-                    yield f"{file}:{number}", line
+        yield
     except (ValueError, *_READ_ERRORS) as error:
-        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as json: {one_line(error)}") from error
+        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
 
 
 def _json_texts(file: Path, column: str) -> Iterator[_Texts]:
     rows, dropped, size, first, first_bad, good = list[str](), 0, 0, "", "", False
-    for location, line in _numbered(file):
-        try:
-            text = read_line(line, column)
-        except ValueError as error:
-            dropped, first_bad = dropped + 1, first_bad or f"{location} {error}"
-            first = first or first_bad
-            continue
-        first = first or ("" if text else f"{location} has an empty text")
-        rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
-        size, good = size + len(text), True
-        if size > _CHUNK:
-            yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
-            rows, dropped, size = [], 0, 0
+    with open_lines(file) as lines:
+        for number, line in enumerate(lines, 1):
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+                raise ValueError("it is UTF-16 or UTF-32; convert it with iconv -t UTF-8")
+            if not line.strip():
+                continue
+            try:
+                text = read_line(line, column)
+            except ValueError as error:
+                dropped, first_bad = dropped + 1, first_bad or f"{file}:{number} {error}"
+                first = first or first_bad
+                continue
+            first = first or ("" if text else f"{file}:{number} has an empty text")
+            rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
+            size, good = size + len(text), True
+            if size > _CHUNK:
+                yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
+                rows, dropped, size = [], 0, 0
     if first_bad and not good:
-        raise ValueError(
-            f"dataset_path: {str(file)!r} cannot be read as json: none of its lines is usable; the first: {first_bad}"
-        )
+        raise ValueError(f"none of its lines is usable; the first: {first_bad}")
     yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
 
 
@@ -353,13 +353,13 @@ class _ColumnarFile:
 
 def _texts(files: list[Path], builder: str, column: str, kind: pyarrow.DataType) -> Iterator[_Texts]:
     for file in files:
-        if builder == "json":
-            yield from _json_texts(file, column)
-            continue
-        try:
-            yield from [_whole_text(file)] if builder == "text" else _ColumnarFile(file, builder).texts(column, kind)
-        except (ValueError, *_READ_ERRORS) as error:
-            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
+        with _reading(file, builder):
+            if builder == "json":
+                yield from _json_texts(file, column)
+            elif builder == "text":
+                yield _whole_text(file)
+            else:
+                yield from _ColumnarFile(file, builder).texts(column, kind)
 
 
 def _copy(files: list[Path], builder: str, column: str, kind: pyarrow.DataType, target: Path) -> Report:
@@ -377,18 +377,12 @@ def _copy(files: list[Path], builder: str, column: str, kind: pyarrow.DataType, 
 
 
 def _columnar(files: list[Path], builder: str, column: str) -> tuple[list[Path], pyarrow.DataType]:
-    """Return the columnar files that have rows, and the type of their texts together.
-
-    Raises:
-        ValueError: A file is damaged, has no such column of strings, or has other columns than the first one.
-    """
+    """Return the files that have rows, and the type of their texts, or raise ValueError if their columns differ."""
     with_rows, kind = [], _STRING
     schemas: dict[str, Path] = {}
     for file in files:
-        try:
+        with _reading(file, builder):
             stored = _ColumnarFile(file, builder)
-        except (ValueError, *_READ_ERRORS) as error:
-            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
         if not stored.rows:
             continue
         if column not in stored.schema.names:
