@@ -5,8 +5,8 @@ import logging
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +100,11 @@ class Record:
             return
         self._changed = False
         arrays: dict[str, Any] = {f"fact.{key}": np.array(value) for key, value in self.facts.items()}
-        for key in Row.__dataclass_fields__ if self.rows else ():
-            arrays[f"series.{key}"] = np.array([asdict(row)[key] for row in self.rows])
-        if self.histograms:
-            arrays["histogram.step"], arrays["histogram.tensor"] = (
-                np.array([one[i] for one in self.histograms]) for i in (0, 1)
-            )
-            for key in self.histograms[0][2]:
-                arrays[f"histogram.{key}"] = np.array([figures[key] for *_, figures in self.histograms])
-        if self.frequencies:
-            longest = max(one.steps for one in self.frequencies)
-            for key in Frequency.__dataclass_fields__:
-                values = [getattr(one, key) for one in self.frequencies]
-                padded = (
-                    [np.pad(np.asarray(v), (0, longest + 1 - len(v))) for v in values] if key == "entries" else values
-                )
-                arrays[f"frequency.{key}"] = np.array(padded)
+        histograms = [{"step": step, "tensor": tensor, **figures} for step, tensor, figures in self.histograms]
+        tables = {"series": map(vars, self.rows), "histogram": histograms, "frequency": map(vars, self.frequencies)}
+        for table, records in tables.items():
+            for key, values in _columns(records).items():
+                arrays[f"{table}.{key}"] = np.array(values)
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
         try:
@@ -125,32 +114,41 @@ class Record:
             logger.warning(f"{self.path} cannot be written ({error.strerror})")
 
 
+def _columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of records by key; arrays are padded to the length of the longest one."""
+    columns: dict[str, list[Any]] = {}
+    for record in records:
+        for key, value in record.items():
+            columns.setdefault(key, []).append(value)
+    for key, values in columns.items():
+        if np.ndim(values[0]):
+            longest = max(map(len, values))
+            columns[key] = [np.pad(np.asarray(value), (0, longest - len(value))) for value in values]
+    return columns
+
+
+def _records(arrays: Mapping[str, Any], table: str, keys: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+    names = [f"{table}.{key}" for key in keys]
+    columns = [arrays[name] for name in names] if names[0] in arrays else []
+    return (tuple(map(_plain, values)) for values in zip(*columns, strict=True))
+
+
 def read(path: Path) -> tuple[list[Row], list[tuple[int, str, dict[str, Any]]]]:
     """Return the rows and histograms of a file. Raises OSError, ValueError or KeyError for another file."""
-    arrays = _load(path)
-    columns = {key: arrays[f"series.{key}"].tolist() for key in Row.__dataclass_fields__ if "series.step" in arrays}
-    rows = [Row(*values) for values in zip(*columns.values(), strict=True)]
-    keys = [key for key in Distribution.__dataclass_fields__ if "histogram.step" in arrays]
-    columns_by_key = {key: arrays[f"histogram.{key}"] for key in ("step", "tensor", *keys)} if keys else {}
-    count = len(columns_by_key["step"]) if columns_by_key else 0
+    arrays, keys = _load(path), list(Distribution.__dataclass_fields__)
+    rows = [Row(*values) for values in _records(arrays, "series", Row.__dataclass_fields__)]
     return rows, [
-        (
-            int(columns_by_key["step"][i]),
-            str(columns_by_key["tensor"][i]),
-            {key: _plain(columns_by_key[key][i]) for key in keys},
-        )
-        for i in range(count)
+        (step, tensor, dict(zip(keys, values, strict=True)))
+        for step, tensor, *values in _records(arrays, "histogram", ("step", "tensor", *keys))
     ]
 
 
 def read_frequencies(path: Path) -> list[Frequency]:
     """Return the index frequencies of a file; see `read` for what is raised."""
-    arrays = _load(path)
-    columns = [arrays[f"frequency.{key}"] for key in Frequency.__dataclass_fields__ if "frequency.first" in arrays]
-    return [
-        Frequency(int(first), int(steps), str(tensor), float(density), entries[: int(steps) + 1])
-        for first, steps, tensor, density, entries in zip(*columns, strict=True)
-    ]
+    records = [Frequency(*values) for values in _records(_load(path), "frequency", Frequency.__dataclass_fields__)]
+    for one in records:
+        one.entries = one.entries[: one.steps + 1]
+    return records
 
 
 def _load(path: Path) -> dict[str, Any]:
