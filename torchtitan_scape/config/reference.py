@@ -16,6 +16,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.core.type_checks import type_text
 
 WIDTH = 80
 _NAME_WIDTH = 24
@@ -173,18 +174,10 @@ def _descriptions(section: Any) -> dict[str, str]:
 def _type_text(declared: Any) -> str:
     origin, arguments = get_origin(declared), get_args(declared)
     if origin is Literal:
-        return " or ".join(json.dumps(value) for value in arguments)
+        return " or ".join(map(json.dumps, arguments))
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_type_text(one) for one in arguments if one is not types.NoneType))
-    if origin is list:
-        return f"list of {_plural(arguments[0])}"
-    return {int: "integer", float: "number", str: "string", bool: "boolean"}[declared]
-
-
-def _plural(declared: Any) -> str:
-    if get_origin(declared) is list:
-        return f"lists of {_plural(get_args(declared)[0])}"
-    return f"{_type_text(declared)}s"
+    return re.sub(r"\ban? ", "", type_text(declared)).replace("bool", "boolean")
 
 
 def page() -> str:

@@ -25,7 +25,7 @@ def check_value(section: str, key: str, value: Any, expected: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"[{section}] {key} = {value}; it must be finite")
     if not _fits(value, expected):
-        raise ValueError(f"[{section}] {key} = {short(value)}; it must be {_type_text(expected)}")
+        raise ValueError(f"[{section}] {key} = {short(value)}; it must be {type_text(expected)}")
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"[{section}] {key} = {short(value)}; it contains a NUL character")
 
@@ -57,14 +57,13 @@ def _fits(value: Any, expected: Any) -> bool:
     return not isinstance(expected, type) or isinstance(value, expected)
 
 
-def _type_text(expected: Any) -> str:
+def type_text(expected: Any) -> str:
+    """Return a type in words, or the allowed values."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Literal:
         return " | ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(
-            dict.fromkeys(_type_text(argument) for argument in arguments if argument is not types.NoneType)
-        )
+        return " or ".join(dict.fromkeys(type_text(one) for one in arguments if one is not types.NoneType))
     if origin is list:
         return f"a list of {_plural(arguments[0])}"
     names = {int: "an integer", float: "a number", bool: "bool", str: "a string"}

@@ -42,11 +42,8 @@ def paths_of(prefix: Path) -> tuple[Path, Path]:
 
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
