@@ -12,7 +12,7 @@ from tests import server
 from torchtitan_scape.config.checks import check_config, check_folders, import_custom, remarks
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
-from torchtitan_scape.models.stages import stage_modules
+from torchtitan_scape.models.registry import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.topology.links import SCHEMA, Links

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import EMBEDDED_TOKENIZER, validation_batches
+from torchtitan_scape.data import EMBEDDED_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.titan.data import HuggingFaceTextDataset
 from torchtitan_scape.titan.tokenizer import build_tokenizer
@@ -326,7 +326,7 @@ def test_a_resumed_loader_continues_with_the_same_batches(n_read: int, tokenizer
 
 def test_fixed_batches_are_the_same_twice() -> None:
     source = (({"input": torch.tensor([i])}, torch.tensor([i + 1])) for i in range(5))
-    batches = validation_batches.FixedBatches(source, 3)
+    batches = validator.FixedBatches(source, 3)
     assert len(batches) == 3
     for _ in range(2):
         seen = []
@@ -341,7 +341,7 @@ def test_fixed_batches_are_the_same_twice() -> None:
 
 def test_fixed_batches_need_enough_data() -> None:
     with pytest.raises(ValueError, match="3 batches requested, but the dataset has 0"):
-        validation_batches.FixedBatches([], 3)
+        validator.FixedBatches([], 3)
 
 
 class _Metrics:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import encoding
-from torchtitan_scape.data.documents import documents
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import TextDataLoader, TextDataset
+from torchtitan_scape.data.loader import TextDataLoader, TextDataset, documents
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:

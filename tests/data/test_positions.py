@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import loader as loading
-from torchtitan_scape.data.documents import Documents, _split_ranges, documents
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader, TextDataset
+from torchtitan_scape.data.loader import Documents, NoTextError, TextDataLoader, TextDataset, _split_ranges, documents
 from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 
 N = 40

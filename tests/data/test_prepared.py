@@ -22,7 +22,7 @@ from torchtitan_scape.data import prepared as splits
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.manifest import Manifest, PairWriter, tokenizer_facts
 from torchtitan_scape.data.prepared import Permutation, PreparedDataLoader, Split
-from torchtitan_scape.data.validation_batches import by_rows, validation_batches
+from torchtitan_scape.trainer.validator import by_rows, validation_batches
 
 S = 4  # Sequence length.
 N = 61  # Number of samples.

@@ -11,8 +11,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from tests.models.test_gpt2 import batch, whole_model
 from torchtitan_scape.data.manifest import tokenizer_facts
-from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS
-from torchtitan_scape.models.gpt2_adapter import GPT2StateDictAdapter
+from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS, GPT2StateDictAdapter
 
 BYTES = str(Path(__file__).resolve().parents[2] / "torchtitan_scape/data/byte_tokenizer")  # 258 entries
 ARGS = GPT2_ARGS["tiny"]

@@ -1,4 +1,4 @@
-"""The model families by `[model] name`, and a configured model as data for the planner."""
+"""The model families by `[model] name`, a configured model as data for the planner, and its division into stages."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -13,7 +13,9 @@ from torchtitan_scape.core.workloads import Recomputation, Workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS, GPT2Args
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
 from torchtitan_scape.titan.models import BaseModelArgs, TransformerModelArgs, llama3_args
+from torchtitan_scape.titan.pipelining import generate_llm_fqn_per_model_part
 
+_DEGREE = "parallelism.pipeline_parallel_degree"
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments
 # Keys that the flavor "custom" needs; the others have defaults.
 _NEEDED = ("dim", "n_layers", "n_heads", "vocab_size")
@@ -149,3 +151,39 @@ def planned_recipe(arguments: Sequence[str], ranks: int) -> tuple[Workload, JobC
     if found.batch < 0:
         found = replace(found, batch=config.training.local_batch_size * ranks)
     return found, config
+
+
+def stage_modules(config: JobConfig, layers: int) -> list[list[str]]:
+    """Return the names of the modules of every stage, in their order. Raises ValueError if they do not fit."""
+    parallelism, stages = config.parallelism, config.parallelism.pipeline_parallel_degree
+    first, last = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    each, given = parallelism.pipeline_parallel_layers_per_stage, parallelism.module_fqns_per_model_part
+    if each is not None and (each < 1 or -(-(layers + first + last) // each) != stages):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_layers_per_stage = {each} does not divide {layers} layers into {stages} "
+            f"stages, one per rank; omit it, or change {_DEGREE}"
+        )
+    if given is None:
+        try:
+            return generate_llm_fqn_per_model_part(stages, layers, first, last)
+        except ValueError as error:
+            raise ValueError(
+                f"{_DEGREE} = {stages} with {layers} layers, of which the embedding counts as {first} and the output "
+                f"as {last}: {error}"
+            ) from None
+    expected = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
+    if len(given) != stages or not all(given) or [name for names in given for name in names] != expected:
+        raise ValueError(
+            f"parallelism.module_fqns_per_model_part has {len(given)} lists; it must have {stages} ({_DEGREE}), none "
+            f"empty, which contain all modules once, in the order of the model: {', '.join(expected[:2])}, ..., "
+            f"{', '.join(expected[-3:])}"
+        )
+    return given
+
+
+def micro_batches(config: JobConfig) -> int:
+    """Return the number of micro-batches into which a schedule divides a local batch."""
+    return config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.workloads import LocalModel, Workload
-from torchtitan_scape.models.stages import micro_batches, stage_modules
+from torchtitan_scape.models.registry import micro_batches, stage_modules
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.layout import Layout
 

@@ -1,18 +1,23 @@
-"""Validation on a fixed set of batches, with perplexity and bits per byte."""
+"""Validation on a fixed number of batches, or on a whole split in equal shares, with perplexity and bits per byte."""
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.validation_batches import by_rows, validation_batches
+from torchtitan_scape.data.datasets import check_dataset
+from torchtitan_scape.data.loader import Batch, text_loader
+from torchtitan_scape.data.prepared import NAME, Split, open_split
+from torchtitan_scape.data.read_ahead import SimulatedDataLoader, raise_together
 from torchtitan_scape.titan.components import MetricsProcessor, Validator
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
 from torchtitan_scape.titan.distributed import ParallelDims, device_type
@@ -20,6 +25,179 @@ from torchtitan_scape.titan.patches import no_validation_loader
 from torchtitan_scape.trainer.parallelize import from_last_stage
 
 logger = logging.getLogger(__name__)
+
+WHOLE = -1  # Value of validation.steps for the whole split.
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+class FixedBatches:
+    """The first batches of a loader, read once and yielded at every iteration. `rows` are the sequences of each."""
+
+    bytes_per_token: float | None = None
+
+    def __init__(self, batches: Iterable[Batch], n_batches: int) -> None:
+        self._batches = list(islice(batches, n_batches))
+        if len(self._batches) < n_batches:
+            raise ValueError(f"{n_batches} batches requested, but the dataset has {len(self._batches)}")
+        self.rows = [len(labels) for _, labels in self._batches]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, labels in self._batches:
+            # Copies, because validate() writes device tensors into the dict and context parallelism shards in place.
+            yield {name: tensor.clone() for name, tensor in inputs.items()}, labels.clone()
+
+
+class PreparedBatches:
+    """Like FixedBatches, for the given samples of each batch of prepared data, which are read on demand."""
+
+    def __init__(self, data: Split, samples: Sequence[Sequence[int]], seq_len: int) -> None:
+        self.bytes_per_token = data.bytes_per_token
+        self.rows = [len(batch) for batch in samples]
+        self._data, self._samples, self._seq_len = data, samples, seq_len
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self._data.batch(samples, self._seq_len) for samples in self._samples)
+
+
+def validation_batches(
+    config: JobConfig, world: int, rank: int, tokenizer: BaseTokenizer, simulated: int
+) -> FixedBatches | PreparedBatches:
+    """Return the batches of this rank and its simulated replicas; their number is equal on all ranks. Collective.
+
+    `validation.steps` is the number of batches per reader, -1 for the whole split. Replica k of a rank is reader k *
+    world + rank. Raises ValueError on every rank.
+    """
+    validation, readers = config.validation, [k * world + rank for k in range(simulated)]
+    if validation.steps == 0 or validation.steps < WHOLE:
+        raise ValueError(
+            f"validation.steps: {validation.steps}; give the number of batches, e.g. 10, or -1 for the whole split"
+        )
+    prepared = validation.dataset.lower() == NAME
+    if not prepared:
+        check_dataset("validation", validation, config.training.text_column, world * simulated)
+    own = config.training.text_column, tokenizer, config.data.border
+    text = [(validation, *own, reader, world * simulated) for reader in readers]
+    error: ValueError | None = None
+    found: FixedBatches | PreparedBatches | list[Rows] = []
+    try:
+        if prepared:
+            found = _prepared(config, tokenizer, readers, world * simulated)
+        elif validation.steps == WHOLE:
+            found = [_concatenate(text_loader(*arguments, passes=1), validation.seq_len) for arguments in text]
+        else:
+            loaders = [text_loader(*arguments) for arguments in text]
+            found = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
+    except ValueError as caught:  # May occur on one rank only, for example for a share without text.
+        error = caught
+    raise_together(error, "reading the validation data")
+    if not isinstance(found, list):
+        return found
+    size = validation.local_batch_size
+    batches = [
+        ({"input": inputs}, labels)
+        for rows in _equal_shares(dict(zip(readers, found, strict=True)))
+        for inputs, labels in zip(*(part.split(size) for part in rows), strict=True)
+    ]
+    return FixedBatches(batches, len(batches))
+
+
+def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
+    """Return inputs and labels of all sequences, int64 of shape (sequences, seq_len)."""
+    batch_list = list(batches)
+    empty = torch.empty(0, seq_len, dtype=torch.int64, device="cpu")
+    inputs = torch.cat([empty, *(inputs["input"] for inputs, _ in batch_list)])
+    return inputs, torch.cat([empty, *(labels for _, labels in batch_list)])
+
+
+def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
+    """Move sequences between readers until each has the same number, because documents differ in length. Collective."""
+    counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in local_rows.items()})
+    share, left = divmod(sum(counts.values()), len(counts))
+    _log_whole_split(share, len(counts), left)
+    # Copies, because a view is sent with its whole storage.
+    surplus = _gather_by_reader(
+        {reader: [part[share:].clone() for part in rows] for reader, rows in local_rows.items()}
+    )
+    redistributed = [torch.cat(parts) for parts in zip(*(surplus[reader] for reader in sorted(surplus)), strict=True)]
+    found = []
+    for reader, rows in local_rows.items():
+        begin, end = (sum(max(0, share - counts[r]) for r in range(last)) for last in (reader, reader + 1))
+        inputs, labels = (
+            torch.cat([part[:share], rest[begin:end]]) for part, rest in zip(rows, redistributed, strict=True)
+        )
+        found.append((inputs, labels))
+    return found
+
+
+def _gather_by_reader(local_values: dict[int, Any]) -> dict[int, Any]:
+    """Gather values by reader from all ranks. Ranks of one data-parallel index send equal values."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return local_values
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local_values)
+    return dict(chain.from_iterable(values.items() for values in gathered))
+
+
+def _log_whole_split(share: int, readers: int, left: int, tail: int = 0) -> None:
+    """Log the size of the split. Raises ValueError if a reader's share is empty."""
+    if share == 0:
+        raise ValueError(
+            f"validation.steps = {WHOLE}: the validation data have less than one sequence for each of {readers} "
+            "readers; provide more text, or lower validation.seq_len"
+        )
+    rest = f"; {left} sequences" + (f" and {tail} tokens" if tail else "") + " are left over" if left or tail else ""
+    logger.info(f"Validation reads the whole split: {share * readers:,} sequences, {share:,} per reader{rest}")
+
+
+def _prepared(config: JobConfig, tokenizer: BaseTokenizer, readers: list[int], world: int) -> PreparedBatches:
+    validation = config.validation
+    size, seq_len = validation.local_batch_size, validation.seq_len
+    data = open_split("validation", validation.dataset_path or "", validation, tokenizer, config)
+    n = data.samples(seq_len)
+    if validation.steps == WHOLE:
+        share = n // world
+        _log_whole_split(share, world, n - share * world, data.tokens - n * seq_len - 1 if n else 0)
+        shares = [range(reader * share, (reader + 1) * share) for reader in readers]
+        return PreparedBatches(data, [part[i : i + size] for part in shares for i in range(0, share, size)], seq_len)
+    if n < (wanted := validation.steps * world * size):
+        raise ValueError(
+            f"the validation split of {validation.dataset_path!r} has {n} samples of {seq_len} tokens, and "
+            f"validation.steps = {validation.steps} needs {wanted}; {_fix(n, world, size, data.tokens)}"
+        )
+    begins = [(step * world + reader) * size for step in range(validation.steps) for reader in readers]
+    return PreparedBatches(data, [range(begin, begin + size) for begin in begins], seq_len)
+
+
+def _fix(samples: int, readers: int, batch: int, tokens: int) -> str:
+    """Return the values with which a split that is too small can be used."""
+    more = "hold out more documents with prepare --validation"
+    if fewer := samples // (readers * batch):
+        return f"set validation.steps to at most {fewer}, or to {WHOLE} for the whole split"
+    if samples >= readers:
+        return f"set validation.steps = {WHOLE} for the whole split, or {more}"
+    if longest := (tokens - 1) // readers:
+        return f"set validation.steps = {WHOLE} and validation.seq_len to at most {longest}, or {more}"
+    return f"{more}, or set --validation.no-enable"
+
+
+def by_rows(loss: Callable[..., torch.Tensor], rows: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """Weight the loss of a batch by its number of rows, relative to the mean.
+
+    TorchTitan takes the mean of the batches' means. With this weight it is the mean over tokens, even if the last batch
+    is smaller.
+    """
+    mean = sum(rows) / len(rows)
+
+    def weighted(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss(predictions, labels) * (len(labels) / mean)
+
+    return loss if len(set(rows)) == 1 else weighted
 
 
 def figures_of(loss: float, bytes_per_token: float | None) -> dict[str, float]:
