@@ -143,11 +143,6 @@ def _summary(section: Any, path: str) -> str:
     return text if text.startswith("torch.") else f"{text[:1].upper()}{text[1:]}"
 
 
-def group_summary(name: str) -> str:
-    """Return the summary of a section of TorchTitan that may have subsections only."""
-    return _TITAN[name]
-
-
 def _descriptions(section: Any) -> dict[str, str]:
     """Return the string literals after the fields, those of base classes included."""
     found: dict[str, str] = {}
@@ -229,7 +224,7 @@ def _overview(found: list[ConfigSection]) -> str:
     groups = {
         "synchronization of the replicas:": [(one.name, one.summary) for one in methods],
         "other sections of this project:": [(one.name, one.summary) for one in own],
-        "sections of TorchTitan:": [(name, group_summary(name)) for name in names],
+        "sections of TorchTitan:": [(name, _TITAN[name]) for name in names],
     }
     program = "./run_train.sh" if os.environ.get("SCAPE_CALLED_FROM") else "torchtitan-scape train"
     lines = [_USAGE.format(program=program)]

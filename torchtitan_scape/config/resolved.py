@@ -72,7 +72,8 @@ class Resolved:
             section, _, name = key.rpartition(".")
             origin = self.origins.get(key)
             rows = sections.setdefault(section, [])
-            if value is not None and (origin or self._used(section)):
+            used = not section.startswith("sync.") or section.split(".")[1] == self.values["sync.method"]
+            if value is not None and (origin or used):
                 rows.append(f"{name} = {toml(value)}" + (f"  # {origin}" if origin else ""))
             elif value is None and origin:
                 rows.append(f"# {name} is None, which TOML cannot express: --{key}=None")
@@ -80,9 +81,6 @@ class Resolved:
         for section, rows in sections.items():
             lines += ["", f"[{section}]", *rows] if rows else []
         return "\n".join(lines) + "\n"
-
-    def _used(self, section: str) -> bool:
-        return not section.startswith("sync.") or section.split(".")[1] == self.values["sync.method"]
 
     def write(self, folder: str) -> None:
         """Write resolved.toml, or raise ValueError. A file with the same values is kept: it may have more origins."""

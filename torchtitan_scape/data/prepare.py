@@ -232,7 +232,11 @@ def _check_plan(path: Path, folder: Path, plan: Manifest, finished: bool = False
 def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) -> bool:
     """Compare the plan with the folder's. Return whether any work is left."""
     if (folder / MANIFEST).exists():
-        lost = _lost(folder)
+        lost = ""
+        try:
+            Manifest.read(folder)
+        except ValueError as error:
+            lost = str(error)
         _check_plan(folder / MANIFEST, folder, plan, finished=not lost)
         if not lost:
             return False
@@ -245,15 +249,6 @@ def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) ->
     else:
         _write_plan(unfinished, plan)
     return True
-
-
-def _lost(folder: Path) -> str:
-    """Return a description of a file of the manifest that is missing, or ""."""
-    try:
-        Manifest.read(folder)
-        return ""
-    except ValueError as error:
-        return str(error)
 
 
 def _write_plan(unfinished: Path, plan: Manifest) -> None:

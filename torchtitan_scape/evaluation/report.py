@@ -42,7 +42,7 @@ def table(document: Mapping[str, Any]) -> str:
     rows = [(task, metric) for task in document["shown"] for metric in document["results"][task]]
     papers = [
         paper
-        for paper in _papers()
+        for paper in json.loads(_PAPER.read_bytes())["papers"]
         if paper["model_type"] == document["model_type"] and any(f"{t} {m}" in paper["figures"] for t, m in rows)
     ]
     columns = [f"{paper['title']}: {column}" for paper in papers for column in paper["columns"]]
@@ -58,11 +58,6 @@ def table(document: Mapping[str, Any]) -> str:
     if columns:
         note += " Unknown figures of papers are -; a figure that may be either accuracy is listed at acc."
     return f"{'; '.join(about)}.\n\n{rendered}\n\n{note}\n"
-
-
-def _papers() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(_PAPER.read_bytes())["papers"]
-    return found
 
 
 def _rows(document: Mapping[str, Any], papers: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:

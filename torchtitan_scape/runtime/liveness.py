@@ -215,7 +215,8 @@ class Liveness:
             # Not immediately: if this process was halted, its view of the others is outdated.
             found = self._detect_failure(self._silence_limit) if waited > 2 * self._interval else None
             if found is None and waited > 2 * self._silence_limit and self._searching:
-                found = self._stalled()
+                stalled = stalled_rank(self._places, self._names)
+                found = stalled and Failure(stalled[0], LOST, stalled[1])
             if failure := self._failure or found:
                 self.report(failure)
                 return self._failure or failure
@@ -299,11 +300,6 @@ class Liveness:
             if late and rank not in self._names:
                 known = store.check([f"name/{rank}"])
                 self._names[rank] = store.get(f"name/{rank}").decode(errors="replace") if known else "not started"
-
-    def _stalled(self) -> Failure | None:
-        """Return a failure if ranks that are alive do not take part in a collective."""
-        found = stalled_rank(self._places, self._names)
-        return None if found is None else Failure(found[0], LOST, found[1])
 
     def _report_store_loss(self) -> None:
         """Log once that the store was lost although the run goes on.
