@@ -95,11 +95,6 @@ def unreachable() -> str:
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
 
 
-def _load_hub(path: str, hub: HubDataset, split: str) -> Any:
-    """Stream a dataset of the hub, or read a local copy if `path` is not the repository's name."""
-    return hub.stream(split) if path == hub.repository else _read_once(path, split)
-
-
 def _load_local(path: str) -> Dataset:
     if not path:
         raise ValueError("dataset text_files needs dataset_path: a file or a folder with " + EXPECTED)
@@ -111,7 +106,10 @@ def _text(sample: dict[str, Any]) -> str:
 
 
 def _hub(hub: HubDataset, split: str) -> DatasetConfig:
-    return DatasetConfig(hub.repository, functools.partial(_load_hub, hub=hub, split=split), _text)
+    """Return a dataset that is streamed, or read from a local copy if the path is not the repository's name."""
+    return DatasetConfig(
+        hub.repository, lambda path: hub.stream(split) if path == hub.repository else _read_once(path, split), _text
+    )
 
 
 def _load(corpus: EmbeddedCorpus, split: str, max_bytes: int) -> Callable[[str], Dataset]:

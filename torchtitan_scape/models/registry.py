@@ -12,8 +12,8 @@ from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.core.workloads import Recomputation, Workload
 from torchtitan_scape.models.gpt2 import GPT2, GPT2_ARGS, GPT2Args
 from torchtitan_scape.models.llama import LLAMA_ARGS, Llama
+from torchtitan_scape.titan.distributed import generate_llm_fqn_per_model_part
 from torchtitan_scape.titan.models import BaseModelArgs, TransformerModelArgs, llama3_args
-from torchtitan_scape.titan.pipelining import generate_llm_fqn_per_model_part
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # by the model's arguments

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager
-from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
+from torchtitan.components.loss import IGNORE_INDEX, LossFunction, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer

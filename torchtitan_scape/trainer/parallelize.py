@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.titan.distributed import ParallelDims
-from torchtitan_scape.titan.pipelining import LossFunction, pipeline_llm
+from torchtitan_scape.titan.components import LossFunction
+from torchtitan_scape.titan.distributed import ParallelDims, pipeline_llm
 from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups, ShardGroups
 
 

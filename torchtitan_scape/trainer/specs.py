@@ -15,7 +15,7 @@ from torchtitan_scape.data.read_ahead import ReadAheadLoader
 from torchtitan_scape.models.gpt2 import GPT2StateDictAdapter
 from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
 from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args, stage_modules
-from torchtitan_scape.titan.components import build_cross_entropy_loss
+from torchtitan_scape.titan.components import LossFunction, build_cross_entropy_loss
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.titan.models import (
     BaseModelArgs,
@@ -25,7 +25,6 @@ from torchtitan_scape.titan.models import (
     parallelize_llama,
     train_spec,
 )
-from torchtitan_scape.titan.pipelining import LossFunction
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.topology.torch_version import FLEX_ON_PARTS
 from torchtitan_scape.trainer.metrics import ReplicaMetrics
