@@ -49,11 +49,8 @@ UNFINISHED, PLAN = "unfinished", "plan.json"
 # readers), within these limits.
 HELD_OUT, MOST_HELD_OUT, HELD_OUT_TOKENS = 0.0005, 0.05, 200_000
 SHARD_TOKENS = 1 << 28
-_OPTIONS = {
-    "model.hf_assets_path": "--tokenizer",
-    "dataset_path": "--path",
-    "training.text_column": "--text-column",
-}  # The trainer's keys in messages.
+# The trainer's keys in messages.
+_OPTIONS = {"model.hf_assets_path": "--tokenizer", "dataset_path": "--path", "training.text_column": "--text-column"}
 _LOCK_SECONDS = 10.0  # Time for the workers of a killed process to end.
 SECONDS = 10.0  # Interval between progress lines.
 RESUME_HINT = "run the same command again to continue"

@@ -1,4 +1,4 @@
-"""Sockets at the endpoint of a run, on the machine that has its address."""
+"""Sockets at the endpoint of a run, and the records that ranks and launchers exchange there as JSON."""
 
 import errno
 import ipaddress

@@ -7,5 +7,3 @@ selects the device first. Its modules export the TorchTitan names that other fol
 from torchtitan_scape.titan.device import prepare
 
 DEVICE_TYPE = prepare()
-
-__all__ = ["DEVICE_TYPE"]
