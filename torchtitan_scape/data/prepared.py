@@ -1,8 +1,13 @@
 """Training on prepared data: the tokens of all documents, concatenated, split into samples, shuffled every pass.
 
-See splits.py for the samples and their order. After C samples, reader r of R takes the samples C + (a R + r) b + j of a
-step's global batch, for its micro-batch a and row j of b. The global batch is therefore the same set for every R, and
-the position is one number, independent of the number of ranks and replicas.
+Sample i of sequence length S consists of tokens [i S, i S + S]: S inputs and, shifted by one, S labels. A pass reads
+the samples in the order of a keyed permutation, which needs no memory and can be evaluated at any index. After C
+samples, reader r of R takes the samples C + (a R + r) b + j of a step's global batch, for its micro-batch a and row j
+of b. The global batch is therefore the same set for every R, and the position is one number, independent of the number
+of ranks and replicas.
+
+Of every 65,536 consecutive samples of a blend each set provides its share, at even distances. A set's samples come in
+its own shuffled order, pass after pass, so that a small set with a large weight is repeated.
 """
 
 import bisect

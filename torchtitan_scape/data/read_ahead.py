@@ -1,4 +1,4 @@
-"""Batches of a step, read during the previous one, on the host."""
+"""Batches of a step: of simulated replicas in turn, read during the previous step, up to the end of the data."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,8 @@
 """End of a rank: normal, stopped on request, or failed with one line and an exit code.
 
 A signal to one rank or to all requests a stop. The ranks agree on the step by the flag that they all-reduce anyway
-(`FiniteGuard`), write a checkpoint, and end with exit code 75.
+(`FiniteGuard`), write a checkpoint, and end with exit code 75. Errors of set-up that a restart would repeat are one
+line.
 """
 
 import linecache

@@ -1,4 +1,11 @@
-"""Layout of a run from its configuration and launcher."""
+"""Layout of a run from its configuration and launcher, and numbers of nodes with which NNODES=MIN:MAX can train.
+
+    python -m torchtitan_scape.trainer.layout MIN MAX RANKS_PER_NODE --job.config_file X.toml ...
+
+The last line of the output has the usable numbers as JSON and the global batch size. The batch is the same for all of
+them: fewer replicas accumulate more gradients. Without training.global_batch_size it is one local batch per
+data-parallel rank of MAX nodes.
+"""
 
 import os
 import sys

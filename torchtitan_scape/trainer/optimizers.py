@@ -1,4 +1,4 @@
-"""Construction of the optimizers that `[sync] method` and `[optimizer] name` select."""
+"""Construction of the optimizers that `[sync] method` and `[optimizer] name` select, and of their schedulers."""
 
 import logging
 from collections.abc import Callable, Sequence

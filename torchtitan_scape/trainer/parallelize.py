@@ -1,4 +1,7 @@
-"""TorchTitan's parallelization without the replicate axis, which the optimizer handles."""
+"""TorchTitan's parallelization without the replicate axis, which the optimizer handles, and its pipelines.
+
+A pipeline has TorchTitan's stages and schedules, and the gradients of a run without stages.
+"""
 
 import copy
 from collections.abc import Callable
