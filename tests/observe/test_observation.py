@@ -17,9 +17,9 @@ from tests.pool import Pool
 from tests.sharding.test_levels_training import on
 from tests.sharding.test_tagc_training import TAGC
 from tests.training import LAYOUTS, METHODS, train
+from torchtitan_scape.observe.figures import Observed
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.observe.record import FILE, Record, Row, read, read_frequencies
-from torchtitan_scape.observe.tensors import Observed
 
 WO, EMBEDDING = "layers.1.attention.wo", "tok_embeddings"
 SETTINGS = ["--observe.enable", f"--observe.names={WO}.weight,{EMBEDDING}.weight"]

@@ -11,7 +11,7 @@ from torch import nn
 from tests.pool import Pool
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import Shard, SliceParameter, collect_shards
-from torchtitan_scape.observe.tensors import PAPER, chosen, label_of, whole
+from torchtitan_scape.observe.figures import PAPER, chosen, label_of, whole
 from torchtitan_scape.trainer.specs import FAMILIES, whole_model
 
 

@@ -1,7 +1,7 @@
 """Files of prepared data: pairs of Megatron's format, and `manifest.json`, written after all other files.
 
 Of a pair, `.bin` contains the token ids of all documents, `.idx` the start of each document, little-endian: the nine
-bytes MMIDIDX\\0\\0, uint64 version 1, uint8 code of the dtype of the ids, uint64 sequences n, uint64 documents + 1, then
+bytes MMIDIDX\\0\\0, uint64 version 1, uint8 code of the ids' dtype, uint64 sequences n, uint64 documents + 1, then
 int32 lengths[n] in tokens, int64 offsets[n] in bytes, and int64 [documents + 1] the first sequence of each document.
 Files of Megatron's multimodal data continue with int8 modes[n]. In this project a document is one sequence. The layout
 is that of megatron-core's `indexed_dataset.py`.

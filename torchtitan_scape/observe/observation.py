@@ -15,8 +15,8 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods.interface import PENDING_GRADIENTS
 from torchtitan_scape.observe import figures
+from torchtitan_scape.observe.figures import Observed, chosen, whole
 from torchtitan_scape.observe.record import Frequency, Record, Row
-from torchtitan_scape.observe.tensors import Observed, chosen, whole
 from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
