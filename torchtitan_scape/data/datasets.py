@@ -46,15 +46,6 @@ class HubDataset:
     repository: str
     revision: str = ""
 
-    def command(self) -> str:
-        """Return the command that downloads the dataset."""
-        revision = f" --revision {self.revision}" if self.revision else ""
-        return f"hf download {self.repository} --repo-type dataset{revision} --local-dir {self.folder}"
-
-    @property
-    def folder(self) -> str:
-        return f"data/{self.name}"
-
     def stream(self, split: str) -> Any:
         """Return the streamed split. Raises ValueError, with the remedy, if it cannot be streamed."""
         offline = unreachable()
@@ -64,9 +55,11 @@ class HubDataset:
                 return load_dataset(self.repository, split=split, streaming=True)
         except Exception as error:  # The exception types differ between versions of the libraries.
             reason, first = _reason(error, offline)
+        revision, folder = f" --revision {self.revision}" if self.revision else "", f"data/{self.name}"
         raise ValueError(
-            f"{self.repository} cannot be streamed: {reason}; on a machine with network access, "
-            f"{first}{self.command()}, and here set dataset_path = {self.folder!r}"
+            f"{self.repository} cannot be streamed: {reason}; on a machine with network access, {first}hf download "
+            f"{self.repository} --repo-type dataset{revision} --local-dir {folder}, and here set "
+            f"dataset_path = {folder!r}"
         )
 
 
