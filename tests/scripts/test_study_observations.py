@@ -16,9 +16,8 @@ from scripts.study.store import Store
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.observe.figures import distribution, largest, overlap
+from torchtitan_scape.observe.figures import chosen, distribution, largest, overlap
 from torchtitan_scape.observe.record import Record, Row
-from torchtitan_scape.observe.figures import chosen
 from torchtitan_scape.trainer.specs import whole_model
 
 TENSORS = ["layers.0.feed_forward.w1+w3", "layers.3.attention.wo"]
