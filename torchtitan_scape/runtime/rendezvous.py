@@ -158,7 +158,8 @@ class LauncherRendezvous(RendezvousHandler):
         while True:
             store, served = self._open(deadline)
             earlier = self._endpoints[: served or 0]
-            joining = _Joining(store, self._node(), served is not None, self._where, self._say, self._counts)
+            node = Node(socket.gethostname(), self._own_address(), ", ".join(map(str, self._counts)))
+            joining = _Joining(store, node, served is not None, self._where, self._say, self._counts)
             joining.expected, joining.last_call = self._expected, self._last_call
             joining.superseded = lambda: not all(map(silence, earlier))  # noqa: B023
             try:
@@ -189,9 +190,6 @@ class LauncherRendezvous(RendezvousHandler):
     @property
     def _where(self) -> str:
         return f"{self._host}:{self._port}"
-
-    def _node(self) -> Node:
-        return Node(socket.gethostname(), self._own_address(), _text(self._counts))
 
     def _own_address(self) -> str:
         """Return the address of this machine on the route to the store."""
@@ -331,7 +329,10 @@ class _Joining:
                     raise RendezvousError(f"{self._foreign()}: the exit code is {shown(code)}")
                 raise RunEndedError(int(code))
             if now >= deadline and not self.waited:
-                raise RendezvousError(f"{self._status(group)} after {JOIN_SECONDS:.0f} s; {_ADVICE}")
+                raise RendezvousError(
+                    f"{self._status(group)} after {JOIN_SECONDS:.0f} s; start the others with the same "
+                    "NNODES and RDZV_ENDPOINT, and open the port between the nodes"
+                )
             if now - reported >= REPORT_SECONDS and (not self.waited or self._status(group) != status):
                 reported, status = now, self._status(group)
                 self._say(f"waiting: {status}")
@@ -432,10 +433,3 @@ class _Joining:
             self._ignored.add(number)
             return False
         return True
-
-
-_ADVICE = "start the others with the same NNODES and RDZV_ENDPOINT, and open the port between the nodes"
-
-
-def _text(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts))
