@@ -60,10 +60,10 @@ def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dt
 def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
     """Return the passes of a SCAPE step on "triton" or "torch". Arguments and options are those of `ScapePasses`."""
     if backend == "triton":
-        from torchtitan_scape.kernels.scape.triton_updates import triton_passes
+        from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 
         return triton_passes(*arguments, **options)
-    from torchtitan_scape.kernels.scape.torch_updates import torch_passes
+    from torchtitan_scape.kernels.scape.torch_passes import torch_passes
 
     return torch_passes(*arguments, **options)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.formats import FORMATS
 
 
 @dataclass
@@ -31,13 +30,10 @@ class Literal:
     block_size: int = 16
     selection: str = "block"
     staleness_scaling: bool = True
-    max_staleness: float = 1000.0
-    keep_moment: float = 0.5
     max_norm: float | None = 1.0
     clip_mode: str = "moment"
     code: str = "float32"
     update: str = "replicated"  # in FP32, "sharded" is the same algorithm
-    update_code: str = "float32"
     chunk_entries: int = 64  # of payloads without a buffer, as in `tests.replicas`
     t: int = 0
     applied: int = 0
@@ -49,7 +45,6 @@ class Literal:
     P: list[Tensor] = field(default_factory=list)
     mt: list[list[Tensor]] = field(default_factory=list)
     common: list[Tensor] = field(default_factory=list)  # the part of e that is equal on all replicas
-    shown: list[Tensor] = field(default_factory=list)  # theta on all replicas, rounded if new values are quantized
     visits: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # visit rates of rows and columns, FP64
 
     def __post_init__(self) -> None:
@@ -59,7 +54,6 @@ class Literal:
         self.e = [[torch.zeros(p.numel()) for p in theta] for _ in range(self.replicas)]
         self.A = [torch.ones(p.numel(), dtype=torch.bool) for p in theta]
         self.P = [a.clone() for a in self.A]
-        self.shown = [p.clone().view(-1) for p in theta]
         for p in self.sparse:
             self.visits.append(
                 (torch.zeros(p.shape[0]).double(), torch.zeros(p.numel() // max(1, p.shape[0])).double())
@@ -102,7 +96,6 @@ class Literal:
                 self.e[r][i][a] = lost[r][i]
         self.norm = math.sqrt(sum(float(g.double().square().sum()) for g in gh))
         c = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + 1e-6))
-        decayed = [shown - self.lr * self.weight_decay * shown for shown in self.shown]
         for i, a in enumerate(self.A):
             v = b2 * q[i] ** 2 + (1 - b2) * (c * gh[i]) ** 2
             moment = b[i] if self.clip_mode == "literal" else b1 * q[i] + (1 - b1) * (c * gh[i])
@@ -113,10 +106,9 @@ class Literal:
             fresh = a & ~self.P[i]
             if self.staleness_scaling:
                 u *= self.staleness(i, a, fresh)
-                self.m[i][fresh] *= self.keep_moment
+                self.m[i][fresh] *= 0.5
             p = self.theta[i].view(-1)
             p.copy_(p - self.lr * (u + self.weight_decay * p))
-        self.publish(decayed)
         self.P, self.A, self.used_at = self.A, new_mask, self.density_at(self.t + 1)
 
     def staleness(self, i: int, a: Tensor, fresh: Tensor) -> Tensor:
@@ -131,9 +123,9 @@ class Literal:
                 columns *= 0.8
                 columns += 0.2 * entered.sum(0)
         if fresh.any():
-            mean = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), self.max_staleness)
+            mean = min(max((a.numel() - int(a.sum())) / int(fresh.sum()), 1.0), 1000.0)
             often = (rows[:, None] / rows.mean()) * (columns / columns.mean())
-            finer = (mean / often.clamp(min=1e-3)).clamp(1.0, self.max_staleness).float()
+            finer = (mean / often.clamp(min=1e-3)).clamp(1.0, 1000.0).float()
             factor[fresh] = finer.flatten()[fresh]
         return factor
 
@@ -143,11 +135,11 @@ class Literal:
         A replica quantizes the values that it sends; an owner also quantizes the mean that it sends back. With a
         sharded update owners keep the mean unquantized.
         """
-        n, name = self.replicas, self.code_of(self.code)
+        n, name = self.replicas, self.code_now
         counts = [p.numel() for p in payloads[0]]
         whole = [pad(torch.cat(p), (0, 1)) for p in payloads]  # a zero at the end, for padding
         mean, lost = in_order(whole) / n, [torch.zeros_like(one) for one in whole]
-        for owner, row in enumerate(self.rows(name) if name != "float32" else []):
+        for owner, row in enumerate(self.rows() if name != "float32" else []):
             sent = [rounded(one[row], name) for one in whole]
             exact = in_order(sent) / n
             mean[row] = exact if self.update == "sharded" else rounded(exact, name)
@@ -158,36 +150,19 @@ class Literal:
             lost = [torch.zeros_like(one) for one in whole]
         return list(mean[:-1].split(counts)), [list(one[:-1].split(counts)) for one in lost]
 
-    def publish(self, decayed: list[Tensor]) -> None:
-        """Set the values on all replicas after a step: `decayed` outside A, the received values of the owners on A."""
-        name = self.code_of(self.update_code)
-        counts = [int(a.sum()) for a in self.A]
-        new, held = (
-            pad(torch.cat([p.view(-1)[a] for p, a in zip(tensors, self.A, strict=True)]), (0, 1))
-            for tensors in (self.theta, decayed)
-        )
-        arrived = new.clone()
-        if name == "bfloat16":
-            arrived = rounded(new, name)
-        elif name != "float32":  # differences to the values on all replicas
-            for row in self.rows(name):
-                arrived[row] = held[row] + rounded((new - held)[row], name)
-        self.shown = decayed
-        for shown, a, values in zip(self.shown, self.A, arrived[:-1].split(counts), strict=True):
-            shown[a] = values
-
-    def code_of(self, name: str) -> str:
-        """Return the encoding in this step. With a block code, masks of the density warm-up use INT8."""
-        if self.replicas == 1 or self.density >= 1.0:
+    @property
+    def code_now(self) -> str:
+        """The encoding in this step. Masks of the density warm-up use INT8."""
+        if self.replicas == 1 or self.density >= 1.0 or self.code == "float32":
             return "float32"
         if self.at_target:
-            return name
-        return "int8" if name in FORMATS and self.used_at < 1.0 else "float32"
+            return self.code
+        return "int8" if self.used_at < 1.0 else "float32"
 
-    def rows(self, name: str) -> list[Tensor]:
+    def rows(self) -> list[Tensor]:
         """Return the payload indices of each owner's encoded entries, in order; blocks are padded with the index after
         the last one."""
-        n, unit = self.replicas, 128 if name in FORMATS else 8  # 16 bytes for BF16
+        n, unit = self.replicas, 128
         used = torch.cat(self.A)
         places, masked = torch.arange(int(used.sum())), sum(int(a.sum()) for a in self.A[: len(self.sparse)])
 
@@ -247,7 +222,7 @@ class Literal:
                 size = self.block_size if self.selection == "block" else end - s
                 k = min(max(1, round(density * size)), end - s)
                 values = self.mt[r][i][s:end].abs()
-                if skip_new and self.keep_moment < 1.0 and self.staleness_scaling:
+                if skip_new and self.staleness_scaling:
                     values[(self.A[i] & ~self.P[i])[s:end]] = 0.0
                 values = values.tolist()
                 chosen = sorted(range(end - s), key=lambda j: (-values[j], j))[:k]
@@ -264,8 +239,6 @@ def in_order(tensors: list[Tensor]) -> Tensor:
 
 def rounded(values: Tensor, name: str) -> Tensor:
     """Return the decoded FP32 values. Block codes are those of the product, which have separate tests."""
-    if name == "bfloat16":
-        return values.to(torch.bfloat16).float()
     arrived = torch.empty_like(values)
     if values.numel():
         code = BlockCode(name)

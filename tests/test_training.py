@@ -244,7 +244,7 @@ def test_invalid_data_raise_an_error_on_every_rank(pool2: Pool, tmp_path: Path) 
         (["--validation.steps=0"], "steps"),
         ([f"--model.hf_assets_path={empty}"], empty),
         (["--model.flavor=7B"], "7B"),
-        (["--sync.scape.dense_names=nowhere.weight"], "nowhere.weight"),
+        (["--sync.topk.dense_names=nowhere.weight", "--sync.method=topk"], "nowhere.weight"),
     ]
     for outcomes in pool2(attempts, train, *((str(tmp_path / "out"), arguments) for arguments, _ in cases)):
         for (good, text), (arguments, message) in zip(outcomes, cases, strict=True):

@@ -88,7 +88,7 @@ def literal(
     history = []
     for step in range(steps):
         reference.step([gradient(step, r, shapes) for r in range(replicas)])
-        history.append([p.clone() for p in reference.shown])
+        history.append([p.clone() for p in reference.theta])
     return history
 
 

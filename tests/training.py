@@ -46,7 +46,7 @@ METHODS = {
     "scape-int4": ["--sync.scape.density=0.1", "--sync.scape.code=int4", "--sync.scape.chunk_bytes=20000"],
     "scape-bf16": [
         "--sync.scape.density=0.1",
-        "--sync.scape.code=bfloat16",
+        "--sync.scape.code=int8",
         "--sync.scape.chunk_bytes=100000",
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
@@ -55,13 +55,11 @@ METHODS = {
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
         "--sync.scape.code=2bit",
-        "--sync.scape.update_code=int4",
     ],
     "scape-gather-bf16": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
-        "--sync.scape.code=bfloat16",
-        "--sync.scape.update_code=bfloat16",
+        "--sync.scape.code=int8",
         "--sync.scape.weights_dtype=bfloat16",
         "--sync.scape.offload=state,master",
     ],

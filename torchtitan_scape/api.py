@@ -25,4 +25,3 @@ from torchtitan_scape.replica.guard import NonFiniteGradientError as NonFiniteGr
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer as ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate as replicate
 from torchtitan_scape.replica.scape import Scape as Scape
-

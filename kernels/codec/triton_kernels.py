@@ -125,7 +125,7 @@ def scales_of(x, FORM: tl.constexpr, BFLOAT16: tl.constexpr):
         mean = sum_pairs(magnitudes, ROWS, BLOCK) * (1.0 / BLOCK)
         if FORM == "2bit":
             large = magnitudes > (mean * _SPLIT)[:, None]
-            # In the shape of x: Triton 3.6 reduces a reshaped axis over the wrong threads, see `triton_select.row_sum`.
+            # In the shape of x: Triton 3.6 reduces a reshaped axis over the wrong threads, see `row_sum`.
             count = tl.sum(tl.sum((tl.abs(x) > (mean * _SPLIT)[:, None, None]).to(tl.int32), 2), 1)
             below = sum_pairs(tl.where(large, 0.0, magnitudes), ROWS, BLOCK)
             above = sum_pairs(tl.where(large, magnitudes, 0.0), ROWS, BLOCK)

@@ -1,85 +1,119 @@
 """Passes of a SCAPE step over all tensors of a model: the common part of the PyTorch and Triton backends.
 
 The caller binds a step, packs its chunks, averages their payload over the replicas, calls `squares` for the gradient
-norm, and then `update`. Packing chunk by chunk allows one chunk to be exchanged while the next one is packed. Three
-aspects are separate objects: the distribution of the update over the replicas (`updaters`), the storage of the payload
-(`step.BufferedPayload`, `step.InPlacePayload`), and the storage of the state (`common.storage`).
+norm, and then `update`. Packing chunk by chunk allows one chunk to be exchanged while the next one is packed.
 
 Letters in the comments follow Algorithm 1 of the SCAPE paper; see `reference`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.common.storage import Storage
-from torchtitan_scape.kernels.scape.blocks import Mask
-from torchtitan_scape.kernels.scape.step import BufferedPayload, InPlacePayload, PassInputs, PayloadChunk, PayloadPlan
-from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from torchtitan_scape.kernels.scape.visits import Staleness, VisitRates
+from torchtitan_scape.kernels.common.storage import StateAllocation, Storage
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan
+from torchtitan_scape.kernels.scape.visits import VisitRates
 
 
 class ScapePasses:
     """State, payload and passes of SCAPE on this rank's shards: sparsified tensors first, then all others.
 
-    Subclasses of a backend and an updater implement the methods that end in `_part` and `_of`, for tensors whose
-    offloaded state is on the device.
+    A backend has a subclass for the replicated update, in which every replica updates all entries (Algorithm 1), and
+    one for the sharded update, in which each entry has an owner (Algorithm 2). They implement `pack`, `squares` and
+    `update`, and iterate with `walk` over tensors whose offloaded state is on the device.
 
     Args:
-        updater: Distribution of the update over the replicas; determines the tensors of the passes.
+        tensors: Blocks of the sparsified tensors.
+        dense_sizes: Entries of the other tensors, which follow the sparsified ones.
         plan: Selection, and layout of the payload.
         device: Device of the tensors.
+        owner: Slices of the sharded update, which are the tensors of its passes; None for the replicated update.
+        has_master: With the replicated update: the state contains FP32 master weights, and the bound parameters are
+            copies in a narrower dtype. With the sharded update this is `owner.scaled`.
+        writes: Write new values to the bound parameters; false if another replica of this process writes them.
         offload: Which of "state" and "master" are stored in host memory.
-        staleness: Scaling of the updates of newly entered entries; None for no scaling.
+        columns: Row length of each sparsified tensor, to scale the updates of newly entered entries by their staleness;
+            None for no scaling.
 
     Attributes:
+        slices: (tensor, first entry, end) of every tensor of the passes.
         payload: FP32, buffer of the exchanged entries at the target density.
-        moment_on_mask: FP32, first moment of the last step of the same entries.
+        moment_on_mask: FP32, first moment of the last step of the same entries. With a sharded update the owner has it.
         code_residual: FP32, quantization error of the last step's payload of the same entries.
         visits: Rates at which rows and columns enter the mask; None without staleness.
         payload_layout: Location of the payload of the bound step.
     """
 
+    # True if the update of the bound step neither reads nor writes the state of sparsified tensors.
+    leaves_state = False
+
     def __init__(
         self,
-        updater: ReplicatedUpdate | ShardedUpdate,
+        tensors: BlockLayout,
+        dense_sizes: Sequence[int],
         plan: PayloadPlan,
         device: torch.device,
+        owner: ShardedUpdate | None = None,
+        *,
+        has_master: bool = False,
+        writes: bool = True,
         offload: Sequence[str] = (),
-        staleness: Staleness | None = None,
+        columns: Sequence[int] | None = None,
     ) -> None:
-        self.updater, self.plan, self.device = updater, plan, device
-        self.layout, self.sizes, self.sparsified = updater.layout, updater.sizes, len(updater.layout.sizes)
+        self.tensors, self.plan, self.device, self.owner, self.writes = tensors, plan, device, owner, writes
+        whole = (*tensors.sizes, *dense_sizes)
+        self.layout = tensors if owner is None else owner.ownership.layout
+        self.sizes = whole if owner is None else owner.sizes
+        self.slices = tuple((i, 0, n) for i, n in enumerate(whole)) if owner is None else owner.slices
+        self.sparsified = len(self.layout.sizes)
         self.selection, self.density = plan.selection, plan.density
         self.first_run, self.runs = (0, self.layout.replicas) if plan.replica is None else (plan.replica, 1)
         self._counts_at: tuple[float, list[int]] = (0.0, [])
-        self._buffer: BufferedPayload | None = None
+        self._buffer: PayloadLayout | None = None
         if self.density < 1.0:
-            self._buffer = updater.buffered_payload(self.payload_counts(self.density), plan)
+            counts = self.payload_counts(self.density)
+            if owner is None:
+                self._buffer = PayloadLayout.buffered(counts, self.sparsified, plan)
+            else:
+                self._buffer = owner.payload_layout(counts, plan)
         self.entries = self._buffer.entries if self._buffer else 0
-        self.storage = Storage(updater.allocations(), offload, device)
+        has_master = has_master and writes if owner is None else owner.scaled
+        self.storage = Storage(self._allocations(has_master), offload, device)
         sizes = (
             self.entries,
-            self.entries if updater.stores_moment_on_mask else 0,
+            self.entries if owner is None else 0,
             self.entries if plan.keeps_code_error else 0,
         )
         self.payload, self.moment_on_mask, self.code_residual = (
             torch.zeros(n, dtype=torch.float32, device=device) for n in sizes
         )
-        self.visits = None if staleness is None else VisitRates(updater.tensors.sizes, staleness.columns, device)
-        self.max_staleness, self.keeps = (1.0, 1.0) if staleness is None else (staleness.most, staleness.keeps)
-        self.payload_layout: BufferedPayload | InPlacePayload = InPlacePayload.of([])
+        self.visits = None if columns is None else VisitRates(tensors.sizes, columns, device)
+        self.payload_layout = PayloadLayout.in_place([])
         self._zero = torch.zeros(1, dtype=torch.float32, device=device)
 
     # ----------------------------------------------------------------------------- state and payload layout
 
-    @property
-    def leaves_state(self) -> bool:
-        """Whether the update of the bound step neither reads nor writes the state of sparsified tensors."""
-        return False
+    def _allocations(self, has_master: bool) -> dict[str, StateAllocation]:
+        """Return the layout of each kind of state, padded to blocks or to 16 bytes so that all tensors are aligned.
+
+        With a sharded update, tensors that are not sparsified have no state.
+        """
+        padded = [blocks * self.layout.block_size for blocks in self.layout.blocks]
+        padded += [0 if self.owner else -(-n // 4) * 4 for n in self.sizes[self.sparsified :]]
+        starts = [0, *accumulate(padded)]
+        spans: Sequence[tuple[int, int]] = [
+            (a, a + min(n, limit)) for a, n, limit in zip(starts, self.sizes, padded, strict=False)
+        ]
+        master = state = spans, starts[-1]
+        if self.owner is not None:
+            master = self.owner.master_allocation()
+        return {"state": state, "master": master if has_master else ([], 0)}
 
     def store_moments(self) -> None:
         """Copy first moments that are outside the state between steps to the state."""
@@ -101,6 +135,15 @@ class ScapePasses:
         """Store the current values of the state, and wait until host memory contains those of offloaded state."""
         self.store_moments()
         self.storage.finish()
+
+    def start_master(self, parameters: list[Tensor]) -> None:
+        """Copy the parameters into the master weights, if there are any."""
+        masters = self.kept("master")
+        if masters and self.owner is not None:
+            self.owner.start_master(masters, parameters)
+        else:
+            for master, parameter in zip(masters, parameters, strict=bool(masters)):
+                master.copy_(parameter.reshape(-1))
 
     @property
     def compact(self) -> bool:
@@ -153,26 +196,25 @@ class ScapePasses:
         self.step = step
         self.gradients = step.gradients
         self.counts = self.payload_counts(step.in_use.density)
-        buffered = self._buffer is not None and self.at_target(step.in_use)
-        self.payload_layout = self._buffer if self._buffer is not None and buffered else InPlacePayload.of(self.counts)
+        buffered = self._buffer if self.at_target(step.in_use) else None
+        self.payload_layout = PayloadLayout.in_place(self.counts) if buffered is None else buffered
         # True if `code_residual` has quantization errors of the last step, on its mask.
         self.carrying = self.code_residual.numel() > 0 and self.at_target(step.previous)
         # Newly entered entries then count as zero in the selection.
-        self.excludes_new = self.keeps < 1.0 and self.compact and step.masked
+        self.excludes_new = self.visits is not None and self.compact and step.masked
         self.stale: VisitRates | None = None
-        self._squares: list[list[Tensor]] = []  # of every chunk
+        self.partial_squares: list[list[Tensor]] = []  # of every chunk
 
     def release(self) -> None:
         """Drop the references to the step's tensors, so that the next backward pass does not hold gradients twice."""
         del self.step, self.gradients
 
-    def pack(self, part: PayloadChunk) -> None:
-        """Split mt into payload and residual, and select this rank's run of the next mask. Call it in chunk order."""
-        for some in self._walk(part, "pack"):
-            self.pack_part(some)
+    def leave_out_update(self, unless: Tensor) -> None:
+        """Leave out the update of the bound step, which was packed, unless the flag is true, bool ()."""
+        self.step = replace(self.step, applied=self.step.applied & unless)
 
-    def pack_part(self, part: PayloadChunk) -> None:
-        """See `pack`."""
+    def pack(self, chunk: PayloadChunk) -> None:
+        """Split mt into payload and residual, and select this rank's run of the next mask. Call it in chunk order."""
         raise NotImplementedError
 
     def selected(self) -> Tensor | None:
@@ -193,33 +235,35 @@ class ScapePasses:
         """Return the payload that is in place, as flat tensors or a `topology.chunks.Source`."""
         raise NotImplementedError
 
-    def squares(self, part: PayloadChunk) -> None:
-        """Sum the squares of the synchronized gradient from the averaged payload. Call it once for each chunk."""
-        # One sum over all partial sums, so that it does not depend on the number of tensors on the device at a time.
-        self._squares.append([partial for some in self._walk(part, "squares") for partial in self.squares_of(some)])
+    def squares(self, chunk: PayloadChunk) -> None:
+        """Append partial sums of squares of the synchronized gradient, from the averaged payload, to `partial_squares`.
 
-    def squares_of(self, part: PayloadChunk) -> list[Tensor]:
-        """Return partial sums of squares, FP32 (any number,), in an order that does not depend on the chunks."""
+        Call it once for each chunk. The partial sums, FP32, have an order that does not depend on the walk.
+        """
         raise NotImplementedError
 
     def norm_squared(self) -> Tensor:
         """Return the sum of squares of the synchronized gradient, FP64 (), after `squares` of all chunks."""
-        sums = [torch.cat([self._zero, *each]).sum(dtype=torch.float64) for each in self._squares if each]
+        # One sum over all partial sums, so that it does not depend on the number of tensors on the device at a time.
+        sums = [torch.cat([self._zero, *each]).sum(dtype=torch.float64) for each in self.partial_squares if each]
         return sum(sums[1:], sums[0]) if sums else self._zero.double().sum()
 
-    def update(self, part: PayloadChunk) -> None:
+    def begin_update(self, chunk: PayloadChunk) -> None:
+        """Update what all chunks of a step share: the scales of the weights, and the visit rates."""
+        if chunk.first > 0:
+            return
+        if self.owner is not None:
+            self.owner.decay_scales(self.step, self.writes)
+        if self.visits is not None and self.step.masked:
+            self.count_entering(self.visits)
+            self.visits.accumulate(self.step.applied)
+            self.stale = self.visits
+
+    def update(self, chunk: PayloadChunk) -> None:
         """Apply the AdamS update on A and weight decay everywhere, after `squares`.
 
         With sharded updates the owner's new values replace the payload.
         """
-        if part.first == 0:
-            self.updater.begin_update(self.step)
-            self.stale = self._visit_rates()
-        for some in self._walk(part, "update"):
-            self.update_part(some)
-
-    def update_part(self, part: PayloadChunk) -> None:
-        """See `update`."""
         raise NotImplementedError
 
     def write(self, own_only: bool = False) -> None:
@@ -236,60 +280,28 @@ class ScapePasses:
         """
         raise NotImplementedError
 
-    def start_master(self, parameters: list[Tensor]) -> None:
-        """Copy the parameters into the master weights, if there are any."""
-        self.updater.start_master(self.kept("master"), parameters)
-
     def count_entering(self, visits: VisitRates) -> None:
         """Count the newly entered entries of every row and column in `visits.counts`."""
         raise NotImplementedError
 
-    def _visit_rates(self) -> VisitRates | None:
-        """Update and return the visit rates; None if the step does not need them."""
-        if self.visits is None or not self.step.masked:
-            return None
-        self.count_entering(self.visits)
-        self.visits.accumulate(self.step.applied)
-        return self.visits
-
-    def _walk(self, part: PayloadChunk, name: str) -> Iterator[PayloadChunk]:
-        """Yield sub-chunks of `part` whose offloaded state is on the device."""
-        # With a payload buffer the norm needs no state.
-        kinds = () if name == "squares" and self.compact else self.updater.state_kinds[name]
+    def walk(self, chunk: PayloadChunk, name: str) -> Iterator[PayloadChunk]:
+        """Yield sub-chunks of `chunk` whose offloaded state is on the device for a pass: pack, squares or update."""
         if not self.storage.windows:
-            yield part
+            yield chunk
             return
+        kinds: tuple[str, ...] = ("state", "master") if name == "update" else ("state",)
+        if self.owner is not None and name != "pack":
+            kinds = kinds[1:]  # the owner's moments stay on the device; norm and update need no residual
+        elif name == "squares" and self.compact:
+            kinds = ()  # with a payload buffer the norm needs no state
         ranges = [(kinds, 0, len(self.sizes))]
         if name == "update" and self.leaves_state:
             sparsified = tuple(kind for kind in kinds if kind != "state")
             ranges = [(sparsified, 0, self.sparsified), (kinds, self.sparsified, len(self.sizes))]
         for used, low, high in ranges:
-            own, *every = [(max(p.first, low), min(p.end, high)) for p in (part, *self.parts)]
+            own, *every = [(max(p.first, low), min(p.end, high)) for p in (chunk, *self.parts)]
             if own[0] >= own[1]:
                 continue
             every = [(first, end) for first, end in every if first < end]
             for first, end in self.storage.walk(used, own, every, changed=name != "squares"):
-                yield part if (first, end) == (part.first, part.end) else replace(part, first=first, end=end)
-
-
-# ------------------------------------------------- all chunks, if nothing is exchanged between them
-
-
-def pack_all(passes: ScapePasses) -> Tensor | None:
-    """Pack all chunks and return the encoded selection."""
-    for part in passes.parts:
-        passes.pack(part)
-    return passes.selected()
-
-
-def squares_all(passes: ScapePasses) -> Tensor:
-    """Return the sum of squares of all chunks, FP64 ()."""
-    for part in passes.parts:
-        passes.squares(part)
-    return passes.norm_squared()
-
-
-def update_all(passes: ScapePasses) -> None:
-    """Update all chunks."""
-    for part in passes.parts:
-        passes.update(part)
+                yield chunk if (first, end) == (chunk.first, chunk.end) else replace(chunk, first=first, end=end)

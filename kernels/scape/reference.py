@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.common.gating import decay_, gated, known_false
 from torchtitan_scape.kernels.common.ordered import divisor_of
-from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE
+from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.scape.visits import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
 
 # --------------------------------------------------------------------------------------------- mask codec
 
@@ -61,6 +62,35 @@ def offsets_to_mask(offsets: Tensor, block_size: int, count: int | None = None) 
     if count is not None:
         bits[count:] = False
     return pack_bits(bits)
+
+
+def encode_offsets(offsets: Tensor, block_size: int) -> Tensor:
+    """Encode in-block offsets, int64 (blocks, k), ascending in every block and possibly repeated.
+
+    Returns:
+        uint8 (offset_bytes(blocks, k, block_size),). Bit j of byte i is bit 8 i + j of the code.
+    """
+    blocks, k = offsets.shape
+    code = offset_code(k, block_size)
+    bits = torch.zeros(blocks, 8 * code.nbytes, dtype=torch.bool, device=offsets.device)
+    if code.unary:
+        bits.scatter_(1, (offsets >> code.low) + torch.arange(k, device=offsets.device), True)
+    for i in range(code.low):
+        bits[:, code.unary + i :: code.low][:, :k] = (offsets >> i) & 1
+    return pack_bits(bits.view(-1))
+
+
+def decode_offsets(coded: Tensor, blocks: int, k: int, block_size: int) -> Tensor:
+    """Decode offsets to int64 (blocks, k); the inverse of `encode_offsets`."""
+    code = offset_code(k, block_size)
+    bits = unpack_bits(coded, 8 * coded.numel()).view(blocks, 8 * code.nbytes)
+    offsets = torch.zeros(blocks, k, dtype=torch.int64, device=coded.device)
+    if code.unary:
+        positions = set_positions(bits[:, : code.unary].reshape(-1), blocks * k).view(blocks, k) % code.unary
+        offsets = (positions - torch.arange(k, device=coded.device)) << code.low
+    for i in range(code.low):
+        offsets |= bits[:, code.unary + i :: code.low][:, :k].long() << i
+    return offsets
 
 
 # ---------------------------------------------------------------------------------------------- selection
@@ -204,29 +234,25 @@ def entering(indices: Tensor, previous: Tensor, n: int) -> Tensor:
     return ~unpack_bits(previous, n).index_select(0, indices)
 
 
-def staleness(
-    indices: Tensor, outside: int, fresh: Tensor, max_staleness: float, relative: tuple[Tensor, Tensor]
-) -> Tensor:
+def staleness(indices: Tensor, outside: int, fresh: Tensor, relative: tuple[Tensor, Tensor]) -> Tensor:
     """Estimate for each entry of A the number of steps that it was outside the mask, if it entered now. Returns FP32.
 
     Args:
         indices: Positions in the tensor, int64.
         outside: Number of entries of the tensor that are not in A.
         fresh: int64 (), number of newly entered entries of A.
-        max_staleness: See `update_`.
         relative: See `update_`.
     """
-    mean = (outside / fresh.float()).clamp(1.0, max_staleness)  # Little's law
+    mean = (outside / fresh.float()).clamp(1.0, MAX_STALENESS)  # Little's law
     rows, columns = relative
     width = max(1, columns.numel())
     rate = rows.index_select(0, indices // width) * columns.index_select(0, indices % width)
-    return (mean / rate.clamp(min=MIN_VISIT_RATE)).clamp(1.0, max_staleness)
+    return (mean / rate.clamp(min=MIN_VISIT_RATE)).clamp(1.0, MAX_STALENESS)
 
 
-def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor, keeps: float) -> tuple[Tensor, Tensor]:
-    """Return step and moment; where `fresh`, the step is multiplied by `factor` and the moment by `keeps`."""
-    cut = torch.where(fresh, moment * keeps, moment) if keeps < 1.0 else moment
-    return torch.where(fresh, step * factor, step), cut
+def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return step and moment; where `fresh`, the step is multiplied by `factor` and the moment by `KEPT_MOMENT`."""
+    return torch.where(fresh, step * factor, step), torch.where(fresh, moment * KEPT_MOMENT, moment)
 
 
 def adams(
@@ -262,9 +288,7 @@ def update_(
     clip_moment: bool,
     bias_corrections: tuple[Tensor, Tensor],
     applied: Tensor,
-    max_staleness: float = 1.0,
     relative: tuple[Tensor, Tensor] | None = None,
-    keeps: float = 1.0,
 ) -> None:
     """Apply the AdamS update on A and weight decay everywhere, in place, if `applied`.
 
@@ -280,11 +304,9 @@ def update_(
         clip_moment: Apply the factor to both moments; false: to the second moment only, as printed in the paper.
         bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
         applied: bool (); nothing is written if it is false.
-        max_staleness: Upper limit of the staleness.
         relative: Rates at which rows and columns enter the mask, FP32 (rows,) and (columns,), relative to their mean
             (`VisitRates`). With it, steps of entries of A outside P are multiplied by their staleness, which is lower
             for rows and columns that enter the mask more often. None for no scaling.
-        keeps: Factor on the moment of entries whose step was scaled.
     """
     if known_false(applied):
         return
@@ -294,8 +316,8 @@ def update_(
     if relative is not None and indices is not None and previous is not None:
         n = state.numel()
         fresh = entering(indices, previous, n)
-        factor = staleness(indices, n - indices.numel(), fresh.sum(), max_staleness, relative)
-        step, moment = scaled(step, moment, fresh, factor, keeps)
+        factor = staleness(indices, n - indices.numel(), fresh.sum(), relative)
+        step, moment = scaled(step, moment, fresh, factor)
     step = gated(applied, step * lr, torch.zeros_like(step))
     if parameter is not None:
         decay_(parameter, lr * weight_decay, applied)
@@ -309,3 +331,66 @@ def update_(
         if not applied.is_cpu:  # keep the values of `pack_`: `last` is 0 for new entries of A
             moment = gated(applied, moment, state.index_select(0, indices))
         state.scatter_(0, indices, moment)
+
+
+# ------------------------------------------------------------------------------------------ sharded update
+
+# Algorithm 2 of the paper. A replica's state contains only its local residual, which is zero on A. For the entries that
+# it owns, a replica has a second buffer, `common`: the first moment m on A, and off A the decayed moments of entries
+# that left the mask. The latter are the part of the residual that is equal on all replicas. No replica includes it in
+# its payload; the owner adds it to the mean. These functions process one owned slice of one tensor, n entries.
+
+
+def common_part(common: Tensor, previous: Tensor | None, beta1: float) -> Tensor:
+    """Return the part of mt that no replica sends: beta1 * m on P, the common residual off P. previous: packed P."""
+    if previous is None:
+        return common * beta1
+    return torch.where(unpack_bits(previous, common.numel()), common * beta1, common)
+
+
+def keep_common_(common: Tensor, previous: Tensor | None, in_use: Tensor | None, beta1: float, applied: Tensor) -> None:
+    """Set `common` to the common part of mt off A. On A it keeps its value, for `owned_moment`.
+
+    Args:
+        common: FP32 (n,), written if `applied`.
+        previous: Packed P; None if all bits are set.
+        in_use: Packed A; None if all bits are set.
+        beta1: Decay rate of the first moment.
+        applied: bool ().
+    """
+    if in_use is not None and not known_false(applied):
+        used = unpack_bits(in_use, common.numel())
+        common.copy_(gated(applied, torch.where(used, common, common_part(common, previous, beta1)), common))
+
+
+def owned_moment(common: Tensor, indices: Tensor | None, previous: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return m of the last step, and the common residual that is now applied, of the entries of A.
+
+    Both are FP32 (nnz(A),). indices: positions of A, int64 (nnz(A),); None for all. previous: packed P.
+    """
+    values = common if indices is None else common.index_select(0, indices)
+    if previous is None:
+        return values, torch.zeros_like(values)
+    held = unpack_bits(previous, common.numel())
+    if indices is not None:
+        held = held.index_select(0, indices)
+    return torch.where(held, values, 0.0), torch.where(held, 0.0, values)
+
+
+def owned_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None:
+    """Replace the mean of the payloads by gh = (b - beta1 * q) / (1 - beta1).
+
+    b is the mean plus the common part of mt. For entries in P that part is beta1 * q, which cancels; for others it is
+    the common residual, `released`.
+    """
+    mean.add_(released).div_(1.0 - beta1)
+
+
+def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
+    """Set parameter = values on A, if `applied`. FP32 (n,); indices: int64 (nnz(A),) or None for all."""
+    if known_false(applied):
+        return
+    if indices is None:
+        parameter.copy_(gated(applied, values, parameter))
+    else:
+        parameter.scatter_(0, indices, gated(applied, values, parameter.index_select(0, indices)))

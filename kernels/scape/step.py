@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -86,15 +85,19 @@ class PayloadPlan:
 
 
 @dataclass(frozen=True)
-class BufferedPayload:
-    """Payload in a separate buffer, at the target density. One chunk can be exchanged while the next one is packed.
+class PayloadLayout:
+    """Location of the payload of a step.
 
     Attributes:
+        compact: True for a separate buffer, at the target density: one chunk can be exchanged while the next one is
+            packed. False for a mask that is denser than the target, whose payload is a single chunk in the storage of
+            the gradients. This avoids an allocation of the size of the model, and the moment of the last step is read
+            from the state.
         parts: Chunks of the payload.
         positions: First payload entry of each tensor.
     """
 
-    compact: ClassVar[bool] = True
+    compact: bool
     parts: tuple[PayloadChunk, ...]
     positions: Sequence[int]
 
@@ -104,8 +107,8 @@ class BufferedPayload:
         return self.parts[-1].stop
 
     @staticmethod
-    def of(counts: Sequence[int], sparsified: int, plan: PayloadPlan) -> "BufferedPayload":
-        """Return the layout for tensors with `counts` payload entries each, the `sparsified` ones first."""
+    def buffered(counts: Sequence[int], sparsified: int, plan: PayloadPlan) -> "PayloadLayout":
+        """Return the layout in a buffer of tensors with `counts` payload entries each, the `sparsified` ones first."""
         chunks = max(1, round(sum(counts) / plan.chunk_entries)) if plan.chunk_entries else 1
         parts: list[PayloadChunk] = []
         positions: list[int] = []
@@ -130,21 +133,9 @@ class BufferedPayload:
                 parts.append(PayloadChunk(first, i + 1, start, stop, tuple(padding)))
                 first, start = i + 1, stop
                 padding.clear()
-        return BufferedPayload(tuple(parts), positions)
-
-
-@dataclass(frozen=True)
-class InPlacePayload:
-    """Payload of a mask that is denser than the target, in the storage of the gradients, as a single chunk.
-
-    This avoids an allocation of the size of the model. The moment of the last step is read from the state.
-    """
-
-    compact: ClassVar[bool] = False
-    parts: tuple[PayloadChunk, ...]
-    positions: Sequence[int]
+        return PayloadLayout(True, tuple(parts), positions)
 
     @staticmethod
-    def of(counts: Sequence[int]) -> "InPlacePayload":
-        """Return the layout for tensors with `counts` payload entries each."""
-        return InPlacePayload((PayloadChunk(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])
+    def in_place(counts: Sequence[int]) -> "PayloadLayout":
+        """Return the layout in the gradients of tensors with `counts` payload entries each."""
+        return PayloadLayout(False, (PayloadChunk(0, len(counts), 0, 0),), [0, *accumulate(counts)][:-1])

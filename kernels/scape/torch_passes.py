@@ -1,29 +1,40 @@
-"""SCAPE passes in plain PyTorch, tensor by tensor: the CPU implementation."""
+"""SCAPE passes in plain PyTorch, tensor by tensor: the CPU implementation, specified by `reference.py`."""
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchtitan_scape.kernels.common.flat import Flat
+from torchtitan_scape.kernels.common.gating import decay_, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
-from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.step import PassInputs
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
 from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Blocks that are selected or encoded at a time; limits the size of temporaries.
 _ROWS = 4096
 
 
+def torch_passes(*arguments: Any, **options: Any) -> "TorchPasses":
+    """Return the passes of a step in PyTorch. Arguments are those of `ScapePasses`."""
+    return (TorchReplicated if options.get("owner") is None else TorchSharded)(*arguments, **options)
+
+
 class TorchPasses(ScapePasses):
-    """`ScapePasses` with `kernels.scape.reference`. Subclasses are in `torch_updates`."""
+    """What the passes of both updates share."""
 
     def bind(self, step: PassInputs) -> None:
         super().bind(step)
-        self.gradients = [g.float() for g in self.updater.cut([g.view(-1) for g in step.gradients])]
-        self.parameters = self.updater.cut(step.parameters)
+        self.gradients, self.parameters = [g.view(-1) for g in step.gradients], step.parameters
+        if self.owner is not None:
+            self.gradients, self.parameters = self.owner.cut(self.gradients), self.owner.cut(self.parameters)
+        self.gradients = [g.float() for g in self.gradients]
         # Positions are cached at the target density, and recomputed for denser masks, where they are many.
         self.indices = cache(self._positions) if self.compact else self._positions
         if self.compact:
@@ -35,6 +46,11 @@ class TorchPasses(ScapePasses):
     def release(self) -> None:
         super().release()
         del self.payloads, self.indices, self.parameters
+
+    def tensors_of(self, chunk: PayloadChunk, name: str) -> Iterator[int]:
+        """Yield the tensors of a chunk, while their offloaded state is on the device for a pass."""
+        for part in self.walk(chunk, name):
+            yield from range(part.first, part.end)
 
     def split(self, buffer: Tensor) -> list[Tensor]:
         """Return the slice of each tensor in a buffer of the payload's shape."""
@@ -54,7 +70,9 @@ class TorchPasses(ScapePasses):
         runs, layout, density = self._selection, self.layout, self.step.next_density
         if layout.sends_offsets(density, self.selection):
             size = layout.block_size
-            runs = [torch.cat([encode_offsets(rows.long(), size) for rows in run.split(_ROWS)]) for run in runs]
+            runs = [
+                torch.cat([reference.encode_offsets(rows.long(), size) for rows in run.split(_ROWS)]) for run in runs
+            ]
         nbytes = layout.wire_bytes(density, self.selection)
         return torch.cat([pad(run, (0, nbytes - run.numel())) for run in runs])
 
@@ -71,7 +89,7 @@ class TorchPasses(ScapePasses):
         return self.layout.bits(mask, tensor) if tensor < self.sparsified else None
 
     def count_entering(self, visits: VisitRates) -> None:
-        for tensor in range(len(self.updater.tensors.sizes)):
+        for tensor in range(len(self.tensors.sizes)):
             rows, columns = visits.of(visits.counts, tensor)
             fresh = self.entering(tensor).view(rows.numel(), columns.numel())
             rows.copy_(fresh.sum(1))
@@ -79,7 +97,7 @@ class TorchPasses(ScapePasses):
 
     def entering(self, tensor: int) -> Tensor:
         """Return bool (n,) of a whole sparsified tensor: true for the entries in A and not in P."""
-        step, tensors = self.step, self.updater.tensors
+        step, tensors = self.step, self.tensors
         used, held = (tensors.bits(mask, tensor) for mask in (step.in_use, step.previous))
         assert used is not None and held is not None
         return reference.unpack_bits(used & ~held, tensors.sizes[tensor])
@@ -147,6 +165,164 @@ class TorchPasses(ScapePasses):
         nbytes = offset_bytes(1, k, size)
         for i in range(0, layout.total_blocks, _ROWS):
             rows = min(_ROWS, layout.total_blocks - i)
-            offsets = decode_offsets(received[i * nbytes :][: rows * nbytes], rows, k, size)
+            offsets = reference.decode_offsets(received[i * nbytes :][: rows * nbytes], rows, k, size)
             bits[i * size // 8 :][: rows * size // 8] = reference.offsets_to_mask(offsets, size)
         return bits
+
+
+class TorchReplicated(TorchPasses):
+    """Passes of the replicated update: every replica updates all entries."""
+
+    def pack(self, chunk: PayloadChunk) -> None:
+        moments = self.split(self.moment_on_mask) if self.compact else None
+        for i in self.tensors_of(chunk, "pack"):
+            gradient, state, rates = self.gradients[i], self.states[i], self.step.rates[i]
+            held = self.bits(self.step.previous, i)
+            self.carry(i)
+            reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
+            self.select(i)
+            last = None if moments is None else moments[i]
+            reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], last, self.step.applied)
+
+    def squares(self, chunk: PayloadChunk) -> None:
+        sums: list[Tensor] = []
+        for i in self.tensors_of(chunk, "squares"):
+            payload = self.payloads[i]
+            reference.synchronized_gradient_(payload, self._last_moment(i), self.step.rates[i].beta1)
+            if self.step.rates[i].counted:
+                sums.append(payload.square().sum().view(1))
+        self.partial_squares.append(sums)
+
+    def update(self, chunk: PayloadChunk) -> None:
+        self.begin_update(chunk)
+        step = self.step
+        for i in self.tensors_of(chunk, "update"):
+            rates, parameter = step.rates[i], self._written(i)
+            stale = self.stale if i < self.sparsified else None
+            reference.update_(
+                None if parameter is None else parameter.flat,
+                self.payloads[i],
+                self.states[i],
+                self._last_moment(i) if self.compact else None,
+                self.indices(i),
+                self.bits(step.previous, i),
+                lr=rates.lr,
+                betas=(rates.beta1, rates.beta2),
+                eps=rates.eps,
+                weight_decay=rates.weight_decay,
+                clip=step.clip,
+                clip_moment=step.clip_moment,
+                bias_corrections=(1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps),
+                applied=step.applied,
+                relative=None if stale is None else stale.of(stale.relative, i),
+            )
+            if parameter is not None:
+                parameter.store()
+
+    def _written(self, tensor: int) -> Flat | None:
+        if not self.writes:
+            return None
+        return Flat(self.parameters[tensor], self.masters[tensor] if self.masters else None)
+
+    def _last_moment(self, tensor: int) -> Tensor:
+        """Return m of the last step on A, from the buffer next to the payload or from the state."""
+        if self.compact:
+            start = self.payload_layout.positions[tensor]
+            return self.moment_on_mask[start : start + self.counts[tensor]]
+        state, indices = self.states[tensor], self.indices(tensor)
+        return state if indices is None else state.index_select(0, indices)
+
+
+class TorchSharded(TorchPasses):
+    """Passes of the sharded update: each entry's owner updates it for all replicas."""
+
+    owner: ShardedUpdate
+
+    def pack(self, chunk: PayloadChunk) -> None:
+        owner, step = self.owner, self.step
+        for i in self.tensors_of(chunk, "pack"):
+            gradient, rates = self.gradients[i], step.rates[i]
+            self.carry(i)
+            if i >= self.sparsified:
+                gradient.mul_((1.0 - rates.beta1) * rates.scale)
+                self.payloads[i].copy_(gradient)
+                continue
+            state, held = self.states[i], self.bits(step.previous, i)
+            reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
+            if not owner.owns(i):  # a dry run selects in these slices too
+                self.select(i)
+                reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], None, step.applied)
+                continue
+            common = owner.share_of(owner.common, i)
+            self.select(i, reference.common_part(common, held, rates.beta1))
+            reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], None, step.applied)
+            reference.keep_common_(common, held, self.bits(step.in_use, i), rates.beta1, step.applied)
+
+    def squares(self, chunk: PayloadChunk) -> None:
+        sums: list[Tensor] = []
+        for i in self.owner.own:
+            payload, (_, released) = self.payloads[i], self._last_of(i)
+            reference.owned_gradient_(payload, released, self.step.rates[i].beta1)
+            if self.step.rates[i].counted:
+                sums.append(payload.square().sum().view(1))
+        self.partial_squares.append(sums)
+
+    def update(self, chunk: PayloadChunk) -> None:
+        self.begin_update(chunk)
+        owner, step = self.owner, self.step
+        for i in self.tensors_of(chunk, "update"):
+            if not owner.owns(i) or known_false(step.applied):
+                continue
+            payload, rates, indices = self.payloads[i], step.rates[i], self.indices(i)
+            corrections = (1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps)
+            last, _ = self._last_of(i)
+            betas = rates.beta1, rates.beta2
+            moment, update = reference.adams(payload, last, betas, rates.eps, step.clip, step.clip_moment, corrections)
+            held = self.bits(step.previous, i)
+            if self.stale is not None and indices is not None and held is not None:
+                fresh = reference.entering(indices, held, self.sizes[i])
+                update, moment = reference.scaled(update, moment, fresh, self._staleness(i, indices, self.stale))
+            values = self._decayed(i, indices).sub_(update * rates.lr)
+            if owner.scaled:
+                reference.write_(self.masters[i], indices, values, step.applied)
+            reference.write_(owner.share_of(owner.common, i), indices, moment, step.applied)
+            payload.copy_(values)
+            if owner.scaled:
+                payload.div_(owner.scales[i])
+
+    def write(self, own_only: bool = False) -> None:
+        owner, step = self.owner, self.step
+        if known_false(step.applied) or not self.writes:
+            return
+        values = self.split(owner.value_buffer(self.payload)) if self.compact else self.payloads
+        for i in owner.own if own_only else range(len(self.sizes)):
+            rates, parameter = step.rates[i], Flat(self.parameters[i])
+            if not owner.scaled:
+                decay_(parameter.flat, rates.lr * rates.weight_decay, step.applied)
+            reference.write_(parameter.flat, self.indices(i), values[i].float(), step.applied)
+            parameter.store()
+
+    def _last_of(self, piece: int) -> tuple[Tensor, Tensor]:
+        """Return m of the last step and the common residual of a slice's entries in A; see `reference.owned_moment`."""
+        owner = self.owner
+        held = self.bits(self.step.previous, piece)
+        return reference.owned_moment(owner.share_of(owner.common, piece), self.indices(piece), held)
+
+    def _decayed(self, piece: int, indices: Tensor | None) -> Tensor:
+        """Return the decayed parameters of a slice on A. Decays the whole master; `write` decays parameters."""
+        step = self.step
+        rate = step.rates[piece].lr * step.rates[piece].weight_decay
+        if self.owner.scaled:
+            master = self.masters[piece]
+            decay_(master, rate, step.applied)
+            return master.clone() if indices is None else master.index_select(0, indices)
+        parameter = Flat(self.parameters[piece]).flat
+        values = parameter.clone() if indices is None else parameter.index_select(0, indices)
+        decay_(values, rate, step.applied)
+        return values
+
+    def _staleness(self, piece: int, indices: Tensor, visits: VisitRates) -> Tensor:
+        own, tensors = self.owner.ownership.sparse[piece], self.tensors
+        outside = tensors.sizes[own.tensor] - tensors.nnz(own.tensor, self.step.in_use.density, self.selection)
+        fresh = self.entering(own.tensor).sum()
+        return reference.staleness(indices + own.start, outside, fresh, visits.of(visits.relative, own.tensor))

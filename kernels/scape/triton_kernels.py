@@ -1,5 +1,9 @@
 """The passes of a SCAPE step as Triton kernels, for any FORM of `triton_tiles`; specified by `reference.py`.
 
+With the sharded update the mean of the payloads is replaced by the synchronized gradient (`gradient_kernel`), and that
+by the new values (`owned_update_kernel`): in the owner's row of the payload, or in the gradients' storage at the
+positions of the entries.
+
 Memory traffic per parameter: `pack_kernel` reads gradient and state and writes the state (12 bytes); `update_kernel`
 reads and writes the parameter (8 bytes). Masks are extra, and for each entry of the payload 14 bytes in either; with
 quantization errors 4 more, and the gradients of the entries are written.
@@ -23,16 +27,15 @@ from torchtitan_scape.kernels.common.triton_common import (
     DECAY,
     GRADIENT,
     GRADIENT_RATE,
+    MASTER,
     ONE_MINUS_BETA1,
     PARAMETER,
     STATE,
-    bits_of_units,
     entries_of_units,
     pointer,
     rate,
     spread_units,
 )
-from torchtitan_scape.kernels.scape.triton_select import select_in_blocks, store_bitmap, store_offsets, to_bytes
 from torchtitan_scape.kernels.scape.triton_tiles import (
     bits_of_entries,
     bits_of_tile,
@@ -41,6 +44,10 @@ from torchtitan_scape.kernels.scape.triton_tiles import (
     moment_and_step,
     payload_of_tile,
     processed_entries,
+    select_in_blocks,
+    store_bitmap,
+    store_offsets,
+    to_bytes,
 )
 
 
@@ -224,7 +231,7 @@ def gradient_kernel(
     tl.store(partial + tl.program_id(0), tl.sum(tl.where(some & used, gh * gh, 0.0)) * rate(rates, tensor, COUNTED))
 
 
-@triton.jit(do_not_specialize=["in_use_masked", "previous_masked", "max_staleness"])
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
 def update_kernel(
     tiles,
     table,
@@ -239,7 +246,6 @@ def update_kernel(
     last,
     fresh_counts,
     relative,
-    max_staleness,
     clip,
     applied,
     ROWS: tl.constexpr,
@@ -252,14 +258,12 @@ def update_kernel(
     FORM: tl.constexpr,
     WRITES: tl.constexpr,
     SCALED: tl.constexpr,
-    MOMENT_SHARE: tl.constexpr,
-    MIN_VISIT_RATE: tl.constexpr,
     CLIP_MOMENT: tl.constexpr,
 ):
     """Apply the AdamS update on A and weight decay everywhere. The new moment on A replaces `last` of listed entries,
     and is written to the state of others.
 
-    WRITES: write the parameters; false if another replica of the process does. SCALED and MOMENT_SHARE: see
+    WRITES: write the parameters; false if another replica of the process does. SCALED: see
     `moment_and_step`. Of a payload in place, m of the last step is in the state.
     """
     if tl.load(applied) == 0:
@@ -284,7 +288,7 @@ def update_kernel(
     gh = (mean - before * rate(rates, tensor, BETA1)) * (1.0 / rate(rates, tensor, ONE_MINUS_BETA1))
     moment, step = moment_and_step(
         *(before, gh, used & ~was_held, at, tensor, first, table, rates, corrections, clip, fresh_counts, relative),
-        *(max_staleness, SCALED, MOMENT_SHARE, MIN_VISIT_RATE, CLIP_MOMENT),
+        *(SCALED, CLIP_MOMENT),
     )
     if FORM == "listed":
         tl.store(moments + number, moment, mask=some)
@@ -324,20 +328,119 @@ def store_moments_kernel(
     tl.store(states + at, moments, mask=some)
 
 
-@triton.jit(do_not_specialize=["masked", "k"])
-def list_kernel(
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
+def owned_update_kernel(
     tiles,
     table,
-    mask,
-    masked,
+    rates,
+    in_use,
+    previous,
+    in_use_masked,
+    previous_masked,
+    payload,
     lists,
-    k,
+    corrections,
+    scales,
+    fresh_counts,
+    relative,
+    clip,
+    applied,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLIP_MOMENT: tl.constexpr,
 ):
-    """List the entries of a packed mask with k entries per block. WIDTH is 8."""
-    _, _, block, _, left = block_tile(tiles, table, BLOCK, False)
-    bits = bits_of_units(mask, block, left, masked != 0, ROWS, UNITS, WIDTH, BLOCK)
-    store_offsets(lists, bits, block, left, k, ROWS, UNITS, BLOCK)
+    """Write the new moments of owned entries to the common buffer, and replace gh by the new values.
+
+    HAS_MASTER: update the FP32 master weights, which decay everywhere, and divide the new values by float64 `scales`,
+    one per tensor; otherwise start from the parameters, which `write_kernel` decays. SCALED: see `moment_and_step`.
+    """
+    if tl.load(applied) == 0:
+        return
+    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    decay = rate(rates, tensor, DECAY)
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
+    if HAS_MASTER:
+        parameters = pointer(table, tensor, MASTER, tl.float32, ALIGNED_TILE) + first
+    if HAS_MASTER and FORM == "listed":
+        local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+        master = tl.load(parameters + local, mask=inside, other=0.0)
+        tl.store(parameters + local, master - master * decay, mask=inside)
+        tl.debug_barrier()  # other threads write the entries of the mask below
+    some, at, number, values, used, was_held = processed_entries(
+        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
+        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, ALIGNED_TILE, FORM),
+    )
+    commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
+    common, gh = tl.load(commons + at, mask=some, other=0.0), tl.load(values + number, mask=some, other=0.0)
+    moment, step = moment_and_step(
+        *(tl.where(was_held, common, 0.0), gh, used & ~was_held, at, tensor, first, table, rates, corrections, clip),
+        *(fresh_counts, relative, SCALED, CLIP_MOMENT),
+    )
+    value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
+    if not (HAS_MASTER and FORM == "listed"):
+        value -= value * decay
+    changed = value - step
+    sent = changed
+    if HAS_MASTER:
+        sent = tl.div_rn(changed, tl.zeros_like(changed) + tl.load(scales + tensor).to(tl.float32))
+    # Whole tiles: a mask of single entries would split the stores into words.
+    tl.store(values + number, tl.where(used, sent, gh), mask=some)
+    tl.store(commons + at, tl.where(used, moment, common), mask=some)
+    if HAS_MASTER:
+        tl.store(parameters + at, tl.where(used, changed, value), mask=some)
+
+
+@triton.jit(do_not_specialize=["in_use_masked", "previous_masked"])
+def write_kernel(
+    tiles,
+    table,
+    rates,
+    in_use,
+    previous,
+    in_use_masked,
+    previous_masked,
+    payload,
+    lists,
+    applied,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORM: tl.constexpr,
+    DECAYS: tl.constexpr,
+):
+    """Write the owners' values on A, FP32 or BF16, and with DECAYS apply weight decay off A."""
+    if tl.load(applied) == 0:
+        return
+    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
+    decay = rate(rates, tensor, DECAY)
+    some, at, number, values, used, _ = processed_entries(
+        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
+        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, ALIGNED_TILE, FORM),
+    )
+    value = tl.load(values + number, mask=some, other=0.0).to(tl.float32)
+    parameter = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
+    decayed = parameter - parameter * decay
+    if FORM == "listed":
+        if DECAYS:
+            local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+            every = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
+            tl.store(parameters + local, (every - every * decay).to(DTYPE), mask=inside)
+            tl.debug_barrier()  # other threads write the entries of the mask below
+        tl.store(parameters + at, value.to(DTYPE), mask=some)
+    else:
+        if DECAYS:
+            parameter = decayed
+        tl.store(parameters + at, tl.where(used, value, parameter).to(DTYPE), mask=some)

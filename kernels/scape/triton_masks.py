@@ -1,18 +1,35 @@
-"""Triton kernels that encode, decode, rotate and count masks, and that copy payloads without a separate buffer."""
+"""Triton kernels that encode, decode, rotate, list and count masks, and that copy payloads without a buffer."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.launching import TileSchedule, to_device
 from torchtitan_scape.kernels.common.triton_common import (
     GRADIENT,
     PER_BLOCK,
+    bits_of_units,
     cell,
     count_bits,
     entries_of_units,
     pointer,
     spread_units,
 )
-from torchtitan_scape.kernels.scape.triton_tiles import bits_of_tile, block_tile, payload_of_tile
+from torchtitan_scape.kernels.scape import reference
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
+from torchtitan_scape.kernels.scape.triton_tiles import bits_of_tile, block_tile, payload_of_tile, store_offsets
+from torchtitan_scape.kernels.scape.visits import VisitRates
+
+# Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
+# high tile has fewer sums to add.
+_ROWS, _STEP, _BYTES = 128, 4, 64
 
 
 @triton.jit
@@ -236,3 +253,187 @@ def move_kernel(
         tl.store(chunk + position, tl.load(gradients, mask=moved, other=0.0), mask=moved)
     else:
         tl.store(gradients, tl.load(chunk + position, mask=moved, other=0.0), mask=moved)
+
+
+@triton.jit(do_not_specialize=["masked", "k"])
+def list_kernel(
+    tiles,
+    table,
+    mask,
+    masked,
+    lists,
+    k,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """List the entries of a packed mask with k entries per block. WIDTH is 8."""
+    _, _, block, _, left = block_tile(tiles, table, BLOCK, False)
+    bits = bits_of_units(mask, block, left, masked != 0, ROWS, UNITS, WIDTH, BLOCK)
+    store_offsets(lists, bits, block, left, k, ROWS, UNITS, BLOCK)
+
+
+# ------------------------------------------------------------------------------------------------- host side
+
+
+class MaskLists:
+    """The position of every entry of A and P in its block, int16 (blocks, k), ascending.
+
+    They are written when a mask is decoded. A mask that was changed otherwise, as by loading a checkpoint, is listed
+    when it is needed.
+
+    Args:
+        layout: Blocks of the masks.
+        density: Target density, which determines k.
+        device: Device of the lists.
+    """
+
+    def __init__(self, layout: BlockLayout, density: float, device: torch.device) -> None:
+        self.k = entries_per_block(density, layout.block_size)
+        shape = layout.total_blocks, self.k
+        self._lists = [torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(2)]
+        self._identities: list[tuple[int, int, bool] | None] = [None, None]  # of the masks when they were listed
+
+    def rotate(self, in_use: Tensor, previous: Tensor) -> Tensor:
+        """Make the list of A that of P, for masks that will be rotated. Return the buffer for the list of the new A.
+
+        Call `decoded` when the list is written.
+        """
+        known = self._identities[0] == _identity(in_use)
+        self._lists.reverse()
+        self._identities = [None, _identity(previous) if known else None]
+        return self._lists[0]
+
+    def decoded(self, in_use: Tensor) -> None:
+        """Record that the list of A is that of these bits."""
+        self._identities[0] = _identity(in_use)
+
+    def of(
+        self, masks: Sequence[Mask | None], tiles: TileSchedule, lists: Sequence[Tensor], table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the lists of A and P, rebuilt if necessary. That of a mask that is None may be invalid.
+
+        tiles, lists: any schedule, and its tiles of all sparsified tensors. table: of pointers.
+        """
+        for number, mask in enumerate(masks):
+            if mask is None or self._identities[number] == (identity := _identity(mask.bits, mask.dense)):
+                continue
+            for listed in lists:
+                launching.launch(
+                    list_kernel,
+                    (len(listed),),
+                    listed,
+                    table,
+                    mask.bits,
+                    int(not mask.dense),
+                    self._lists[number],
+                    self.k,
+                    warps=tiles.warps,
+                    **tiles.units(8),
+                )
+            self._identities[number] = identity
+        return self._lists[0], self._lists[1]
+
+
+def _identity(bits: Tensor, dense: bool = False) -> tuple[int, int, bool]:
+    """Return what changes if PyTorch writes to the tensor. Kernels and collectives do not change it."""
+    return bits.data_ptr(), bits._version, dense
+
+
+class EnteringCount:
+    """Sets `visits.counts`.
+
+    Tensors whose rows begin inside a byte of the mask are counted by PyTorch, one by one.
+    """
+
+    def __init__(self, layout: BlockLayout, visits: VisitRates) -> None:
+        self._layout, self._visits = layout, visits
+        tiles: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}  # by alignment
+        for i, columns in enumerate(visits.columns):
+            if columns % 8:
+                continue
+            width, height = columns // 8, visits.rows[i]
+            start = layout.first_block[i] * layout.block_size // 8
+            rows = tiles[start % 16 == width % 16 == 0]
+            for row in range(0, height, _ROWS):
+                for byte in range(0, width, _BYTES):
+                    first, second = visits.starts[2 * i] + row, visits.starts[2 * i + 1] + 8 * byte
+                    rows.append((start + row * width + byte, width, height - row, width - byte, first, second))
+        self._tiles = {
+            is_aligned: to_device(torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 6), visits.counts.device)
+            for is_aligned, rows in tiles.items()
+        }
+
+    def __call__(self, in_use: Mask, previous: Mask) -> None:
+        visits = self._visits
+        visits.counts.zero_()
+        for is_aligned, tiles in self._tiles.items():
+            launching.launch(
+                entering_kernel,
+                (len(tiles),),
+                tiles,
+                in_use.bits,
+                previous.bits,
+                visits.counts,
+                warps=1,
+                ROWS=_ROWS,
+                STEP=_STEP,
+                BYTES=_BYTES,
+                ALIGNED=is_aligned,
+            )
+        for i, columns in enumerate(visits.columns):
+            if columns % 8:
+                fresh = reference.unpack_bits(self._entering(in_use, previous, i), visits.rows[i] * columns)
+                for counts, axis in zip(visits.of(visits.counts, i), (1, 0), strict=True):
+                    counts.copy_(fresh.view(-1, columns).sum(axis))
+
+    def _entering(self, in_use: Mask, previous: Mask, tensor: int) -> Tensor:
+        used, held = (self._layout.bits(mask, tensor) for mask in (in_use, previous))
+        assert used is not None and held is not None
+        return used & ~held
+
+
+class InPlaceEntries:
+    """`topology.chunks.Source` of a payload in the gradients' storage."""
+
+    def __init__(self, passes: Any) -> None:
+        self._passes = passes
+        self.entries, self.device = sum(passes.counts), passes.device
+        self._ends = list(accumulate(passes.counts))
+        tiles = [-(-end // passes.tiles.rows) for _, _, end in passes.all]
+        self._first_tile = [0, *accumulate(tiles)]
+        self._per_block = entries_per_block(passes.step.in_use.density, passes.layout.block_size)
+        # All tiles, in tensor order.
+        ((self._tiles, _, _),) = passes.tiles.lists(passes.all, passes.any_kinds)
+
+    def fill(self, chunk: Tensor, first: int) -> None:
+        """Copy payload[first : first + len(chunk)] to `chunk`."""
+        self._move(chunk, first, True)
+
+    def store(self, chunk: Tensor, first: int) -> None:
+        """Copy `chunk` to payload[first : first + len(chunk)]."""
+        self._move(chunk, first, False)
+
+    def _move(self, chunk: Tensor, first: int, to_chunk: bool) -> None:
+        begin, end = self._tile_of(first), self._tile_of(first + chunk.numel() - 1)
+        listed = self._tiles[begin.start : end.stop]
+        self._passes.launch(
+            move_kernel,
+            self._passes.tiles,
+            listed,
+            chunk,
+            first,
+            chunk.numel(),
+            form="in place",
+            TO_CHUNK=to_chunk,
+        )
+
+    def _tile_of(self, position: int) -> range:
+        """Return the tile that contains this payload entry, as a range of length one."""
+        p = self._passes
+        tensor = bisect_right(self._ends, position)
+        tiles = range(self._first_tile[tensor], self._first_tile[tensor + 1])
+        per_tile = p.tiles.rows * (self._per_block if tensor < p.sparsified else p.layout.block_size)
+        start = self._ends[tensor] - p.counts[tensor]
+        return tiles[(position - start) // per_tile :][:1]

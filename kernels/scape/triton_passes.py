@@ -14,6 +14,7 @@ from torchtitan_scape.kernels.common.launching import (
     Writable,
     addresses,
     as_flag,
+    to_device,
 )
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
@@ -21,12 +22,10 @@ from torchtitan_scape.kernels.dense.triton_passes import DTYPES, set_rates
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_code
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadPlan
-from torchtitan_scape.kernels.scape.triton_in_place import InPlaceEntries
-from torchtitan_scape.kernels.scape.triton_lists import MaskLists
-from torchtitan_scape.kernels.scape.triton_visits import EnteringCount
-from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE, VisitRates
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
+from torchtitan_scape.kernels.scape.triton_masks import EnteringCount, InPlaceEntries, MaskLists
+from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Entries per tile and per warp. Those of packing and updating listed entries were the fastest of five on an H200, in
 # the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.
@@ -36,29 +35,30 @@ UPDATE_TILE, UPDATE_WARP = 1024, 512
 SELECT_TILE, SELECT_WARP = 1024, 1024
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
 _DECODED = 64  # words of a mask that one program, of one warp, decodes
+_SQUARED = 4096  # entries of the payload per program
+
+
+def triton_passes(*arguments: Any, **options: Any) -> "TritonPasses":
+    """Return the passes of a step on Triton kernels. Arguments are those of `ScapePasses`."""
+    return (TritonReplicated if options.get("owner") is None else TritonSharded)(*arguments, **options)
 
 
 class TritonPasses(ScapePasses):
-    """`ScapePasses` with the kernels of `triton_kernels` and `triton_masks`. Supports selection in blocks only.
-
-    Subclasses implement the passes that depend on the updater.
-    """
+    """What the passes of both updates share. Supports selection in blocks only."""
 
     # Whether `moment_on_mask` contains the moments on P, which the state does not.
     moments_in_payload = False
 
-    def __init__(
-        self, updater: ReplicatedUpdate | ShardedUpdate, plan: PayloadPlan, device: torch.device, **options: Any
-    ) -> None:
-        assert plan.selection == "block"  # the selection "tensor" runs in PyTorch
-        super().__init__(updater, plan, device, **options)
-        count, size = len(self.sizes), self.layout.block_size
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert self.selection == "block"  # the selection "tensor" runs in PyTorch
+        count, size, device = len(self.sizes), self.layout.block_size, self.device
         self._table = DeviceTable(count, WIDTH.value, torch.int64, device)
         self._rates = DeviceTable(count, RATES.value, torch.float32, device)
         self._betas = DeviceTable(count, 2, torch.float64, device)
         self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
-        self._pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
-        self._update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
+        self.pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
+        self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.unused = torch.zeros(1, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
@@ -71,7 +71,7 @@ class TritonPasses(ScapePasses):
             self._own_block, self._own_block + self.runs * self.layout.run_blocks
         )
         self.lists = MaskLists(self.layout, self.density, device) if self.density < 1.0 else None
-        self._entering = None if self.visits is None else EnteringCount(updater.tensors, self.visits)
+        self._entering = None if self.visits is None else EnteringCount(self.tensors, self.visits)
         self._parameters: list[Tensor] | None = None
         self.writable: Writable  # set by `bind`
         self._known: Any = None
@@ -100,7 +100,7 @@ class TritonPasses(ScapePasses):
             # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
             self.gradients = [g if g.dtype is torch.float32 else g.float() for g in step.gradients]
         if step.parameters is not self._parameters:
-            through_master = self.updater.updates_master and self.masters
+            through_master = self.owner is None and self.masters
             self.writable = Writable(step.parameters, self.masters if through_master else None)
             self._parameters = step.parameters
             self._written = addresses(self.writable.flat)
@@ -115,12 +115,16 @@ class TritonPasses(ScapePasses):
         self._corrections: Tensor | None = None
         self._selection = self._allocate_selection(step.next_density)
 
+    def leave_out_update(self, unless: Tensor) -> None:
+        super().leave_out_update(unless)
+        self.applied = as_flag(self.step.applied)
+
     def begin_step(self) -> None:
         """Prepare the state for the bound step. The pointer table is still that of the last one."""
 
     def _set_table(self, gradients: list[int]) -> None:
         """Update the pointer table and the kinds of the tensors. gradients: addresses."""
-        layout, density, updater = self.layout, self.step.in_use.density, self.updater
+        layout, density = self.layout, self.step.in_use.density
         k = layout.block_size if self.step.in_use.dense else entries_per_block(density, layout.block_size)
         if self.compact and self.lists is not None:
             k = self.lists.k
@@ -128,7 +132,7 @@ class TritonPasses(ScapePasses):
         rows = []
         gradient_kinds: list[tuple[bool, torch.dtype]] = []
         parameter_kinds: list[tuple[bool, torch.dtype]] = []
-        for i, (tensor, start, _) in enumerate(updater.slices):
+        for i, (tensor, start, _) in enumerate(self.slices):
             gradient, parameter = self.gradients[tensor], self.writable.flat[tensor]
             g = gradients[tensor] + start * gradient.element_size()
             p = self._written[tensor] + start * parameter.element_size()
@@ -154,7 +158,7 @@ class TritonPasses(ScapePasses):
 
     def _visit_columns(self, tensor: int) -> tuple[int, int, int, int]:
         """Return the columns from OUTSIDE to VISITED_COLUMNS of a whole sparsified tensor."""
-        tensors = self.updater.tensors
+        tensors = self.tensors
         outside = tensors.sizes[tensor] - tensors.nnz(tensor, self.step.in_use.density, self.selection)
         if self.visits is None:
             return outside, 1, 0, 0
@@ -179,7 +183,8 @@ class TritonPasses(ScapePasses):
 
     def pieces(self) -> list[Tensor] | InPlaceEntries:
         if self.step.in_use.dense:
-            return self.updater.cut([g.view(-1) for g in self.gradients])
+            gradients = [g.view(-1) for g in self.gradients]
+            return gradients if self.owner is None else self.owner.cut(gradients)
         return InPlaceEntries(self)
 
     def count_entering(self, visits: VisitRates) -> None:
@@ -311,7 +316,7 @@ class TritonPasses(ScapePasses):
 
         select: also select the next mask in these blocks. constants: HAS_STATE and HAS_COMMON.
         """
-        tiles, selection, k, how = self._pack_tiles, self.unused, 0, "none"
+        tiles, selection, k, how = self.pack_tiles, self.unused, 0, "none"
         if select and self._selection is not None:
             tiles, selection = self._select_tiles, self._selection
             k = entries_per_block(self.step.next_density, self.layout.block_size)
@@ -366,7 +371,7 @@ class TritonPasses(ScapePasses):
         step, stale, corrections = self.step, self.stale, self.corrections()
         fresh, relative = (self.unused,) * 2 if stale is None else (stale.fresh, stale.relative)
         for form, some in self.forms(part, ranges):
-            tiles = self._update_tiles if form == "listed" else self._pack_tiles
+            tiles = self.update_tiles if form == "listed" else self.pack_tiles
             for listed, full, dtype in tiles.lists(some, self.parameter_kinds):
                 self.launch(
                     kernel,
@@ -378,15 +383,12 @@ class TritonPasses(ScapePasses):
                     *arguments,
                     fresh,
                     relative,
-                    self.max_staleness,
                     step.clip,
                     self.applied,
                     form=form,
                     ALIGNED_TILE=full,
                     DTYPE=DTYPES[dtype],
                     SCALED=stale is not None and form != "whole",  # no entries of a tensor without a mask enter it
-                    MOMENT_SHARE=self.keeps,
-                    MIN_VISIT_RATE=MIN_VISIT_RATE,
                     CLIP_MOMENT=step.clip_moment,
                     **constants,
                 )
@@ -428,3 +430,164 @@ class TritonPasses(ScapePasses):
             TILE=1024,
         )
         return message
+
+
+class TritonReplicated(TritonPasses):
+    """Passes of the replicated update: every replica updates all entries.
+
+    At the target density `moment_on_mask` contains the first moment of the sparsified tensors between two steps, see
+    `triton_kernels`. `store_moments` copies it to the state.
+    """
+
+    # `applied` of the last step, if it stored the moments on A in `moment_on_mask`.
+    _last_step: Tensor | None = None
+    _masks: tuple[Mask, Mask]
+    _payload_tiles: tuple[Tensor, list[int], Tensor] | None = None
+
+    def begin_step(self) -> None:
+        self.leaves_state = self.compact
+        self._last_step = None  # if it was not followed by `rotate`, it was not applied
+        if not self.compact:
+            self.store_moments()
+        self._masks = self.step.in_use, self.step.previous
+
+    def rotate(self, received: Tensor | None, density: float, in_use: Tensor, previous: Tensor) -> None:
+        self.moments_in_payload, self._last_step = self._last_step is not None, None
+        super().rotate(received, density, in_use, previous)
+
+    def store_moments(self) -> None:
+        applied = self._last_step
+        if not self.moments_in_payload and applied is None:
+            return
+        in_use, previous = self._masks
+        lists = self.lists_of(in_use if applied is not None else None, previous if self.moments_in_payload else None)
+        flag = as_flag(torch.zeros((), dtype=torch.bool, device=self.device) if applied is None else applied)
+        count = self.sparsified
+        for first, end in self.storage.walk(("state",), (0, count), [(0, count)], changed=True):
+            ranges = tuple(r for r in self.sparse if first <= r[0] < end)
+            for listed, _, _ in self.tiles.lists(ranges, self.any_kinds):
+                launching.launch(
+                    triton_kernels.store_moments_kernel,
+                    (len(listed),),
+                    listed,
+                    self.table,
+                    *lists,
+                    self.moment_on_mask,
+                    flag,
+                    int(self.moments_in_payload),
+                    warps=self.tiles.warps,
+                    ENTRIES=self.most_entries(self.tiles),
+                    BLOCK=self.layout.block_size,
+                )
+        self.moments_in_payload, self._last_step = False, None
+
+    def pack(self, chunk: PayloadChunk) -> None:
+        for part in self.walk(chunk, "pack"):
+            for ranges, select in ((self.selected_blocks, True), (self.other_blocks, False), (self.dense, False)):
+                self.pack_ranges(part, ranges, select, HAS_STATE=True, HAS_COMMON=False)
+
+    def squares(self, chunk: PayloadChunk) -> None:
+        if not self.compact:
+            self.partial_squares.append(
+                [s for part in self.walk(chunk, "squares") for s in self.squares_of_tiles(part, self.all, owned=False)]
+            )
+            return
+        if self._payload_tiles is None:
+            self._payload_tiles = self.tile_payload()
+        tiles, first, partial = self._payload_tiles
+        launching.launch(
+            triton_kernels.squares_kernel,
+            (first[chunk.end] - first[chunk.first],),
+            tiles,
+            first[chunk.first],
+            self.rates,
+            self.payload,
+            self.moment_on_mask,
+            partial,
+            warps=4,
+            TILE=_SQUARED,
+        )
+        self.partial_squares.append([partial] if chunk.end == len(self.sizes) else [])
+
+    def tile_payload(self) -> tuple[Tensor, list[int], Tensor]:
+        """Return the tiles of the payload buffer, int64 (tiles, 3), the first one of each tensor and the end, and the
+        buffer of their sums.
+        """
+        tiles: list[Tensor] = []
+        first = [0]
+        for i, (start, count) in enumerate(zip(self.payload_layout.positions, self.counts, strict=True)):
+            at = torch.arange(0, count, _SQUARED, dtype=torch.int64, device="cpu")
+            tiles.append(torch.stack((torch.full_like(at, i), start + at, (count - at).clamp(max=_SQUARED)), dim=1))
+            first.append(first[-1] + len(at))
+        partial = torch.zeros(first[-1], dtype=torch.float32, device=self.device)
+        return to_device(torch.cat(tiles), self.device), first, partial
+
+    def update(self, chunk: PayloadChunk) -> None:
+        self.begin_update(chunk)
+        for part in self.walk(chunk, "update"):
+            if self.compact and self._last_step is None:
+                self._last_step = self.step.applied.clone()  # the next check overwrites the tensor
+            last, writes = self.moment_on_mask, self.writes
+            self.update_ranges(triton_kernels.update_kernel, part, self.all, last, WRITES=writes)
+            if writes:
+                self.writable.store(range(part.first, part.end))
+
+
+class TritonSharded(TritonPasses):
+    """Passes of the sharded update: each entry's owner updates it for all replicas."""
+
+    owner: ShardedUpdate
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._owned = tuple(r for r in self.all if self.owner.owns(r[0]))
+        # (blocks, whether the next mask is selected in them, whether the slices are owned). A dry run also selects in
+        # the slices of other owners.
+        self._packed = [
+            (tuple(r for r in blocks if self.owner.owns(r[0]) == owned), select, owned)
+            for owned in (True, False)
+            for blocks, select in ((self.selected_blocks, True), (self.other_blocks, False))
+        ]
+
+    def owned_addresses(self, i: int) -> tuple[int, int]:
+        if not self.owner.owns(i):
+            return 0, 0
+        common = self.owner.share_of(self.owner.common, i).data_ptr()
+        return common, self.masters[i].data_ptr() if self.masters else 0
+
+    def pack(self, chunk: PayloadChunk) -> None:
+        for part in self.walk(chunk, "pack"):
+            self.pack_ranges(part, self.dense, HAS_STATE=False, HAS_COMMON=False)
+            for blocks, select, owned in self._packed:
+                self.pack_ranges(part, blocks, select, HAS_STATE=True, HAS_COMMON=owned)
+
+    def squares(self, chunk: PayloadChunk) -> None:
+        self.partial_squares.append(self.squares_of_tiles(chunk, self._owned, owned=True))
+
+    def update(self, chunk: PayloadChunk) -> None:
+        self.begin_update(chunk)
+        scales = self.owner.scales if self.owner.scaled else self.unused
+        for part in self.walk(chunk, "update"):
+            self.update_ranges(
+                triton_kernels.owned_update_kernel, part, self._owned, scales, HAS_MASTER=self.owner.scaled
+            )
+
+    def write(self, own_only: bool = False) -> None:
+        if not self.writes:
+            return
+        whole = PayloadChunk(0, len(self.sizes), 0, 0)
+        for form, some in self.forms(whole, self._owned if own_only else self.all):
+            for listed, full, dtype in self.tiles.lists(some, self.parameter_kinds):
+                self.launch(
+                    triton_kernels.write_kernel,
+                    self.tiles,
+                    listed,
+                    self.owner.value_buffer(self.payload),
+                    self.list_in_use(form),
+                    self.applied,
+                    form=form,
+                    ALIGNED_TILE=full,
+                    DTYPE=DTYPES[dtype],
+                    DECAYS=not self.owner.scaled,
+                )
+        self.writable.store()

@@ -7,7 +7,6 @@ form of the second moments of Adafactor (Shazeer and Stern 2018, Section 3). It 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,22 +16,11 @@ from torch import Tensor
 SMOOTHING = 0.8
 # Lower limit of the estimated rate of an entry, relative to the mean of its tensor.
 MIN_VISIT_RATE = 1e-3
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """Scaling of the update of an entry that enters the mask by the time that it was outside.
-
-    Attributes:
-        columns: Row length of each sparsified tensor.
-        most: Upper limit of the factor.
-        keeps: Factor on the moment of such an entry after the step. Below 1, at the target density, the entry is also
-            excluded from the next mask if enough other entries exist: its large mt is consumed by this step.
-    """
-
-    columns: tuple[int, ...]
-    most: float = 1000.0
-    keeps: float = 1.0
+# Upper limit of the estimated steps outside the mask, by which the step of an entering entry is multiplied.
+MAX_STALENESS = 1000.0
+# Factor on the moment of an entering entry after its scaled step. At the target density such an entry is also excluded
+# from the next mask if enough other entries exist: its large mt is consumed by this step.
+KEPT_MOMENT = 0.5
 
 
 class VisitRates:

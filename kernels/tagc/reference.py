@@ -18,8 +18,15 @@ from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.kernels.common.ordered import add_in_order_
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
-from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
-from torchtitan_scape.kernels.scape.reference import mask_indices, offsets_to_mask, pack_bits, select_rows, unpack_bits
+from torchtitan_scape.kernels.scape.reference import (
+    decode_offsets,
+    encode_offsets,
+    mask_indices,
+    offsets_to_mask,
+    pack_bits,
+    select_rows,
+    unpack_bits,
+)
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, sketch_rows
 
 ROUNDS = 64  # maximum rounds of peeling

@@ -11,7 +11,7 @@ expansion reads 4u per rank and writes 4. A sketch reads each entry three times.
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.scape.triton_select import select_in_blocks, to_bytes
+from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks, to_bytes
 
 
 @triton.jit

@@ -12,8 +12,7 @@ from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.reference import unpack
 from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.ordered import divisor_of
-from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
-from torchtitan_scape.kernels.scape.reference import select_rows, unpack_bits
+from torchtitan_scape.kernels.scape.reference import decode_offsets, encode_offsets, select_rows, unpack_bits
 from torchtitan_scape.kernels.topk.layout import MEANS, BlockGrid, MessageLayout
 
 # --------------------------------------------------------------------------------------------- tiles

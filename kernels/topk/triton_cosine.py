@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape.blocks import offset_code
-from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
+from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.kernels.topk.reference import Basis, bases
 from torchtitan_scape.kernels.topk.triton_kernels import store_selected

@@ -11,7 +11,7 @@ encoded, error feedback writes the selected entries once more. The mean writes 4
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.scape.triton_select import select_in_blocks
+from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks
 from torchtitan_scape.kernels.topk.triton_tiles import (
     MEAN,
     OFFSETS,

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from scripts.benchmarks.assembly import amd_report, identity, nvidia_report, regressions
 from scripts.common import RESULTS, markdown, read, run_command, write
+from scripts.scape_passes import pack_all, squares_all, update_all
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.kernels.backends import (
     TRITON_DTYPES,
@@ -41,20 +42,17 @@ from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense.triton_passes import Norms, Scaling, TritonMuon, TritonUpdate
 from torchtitan_scape.kernels.exchange import layout
 from torchtitan_scape.kernels.exchange.layout import LISTS, BlockSlice
-from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
-from torchtitan_scape.kernels.scape.ownership import Ownership
-from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
-from torchtitan_scape.kernels.scape.triton_updates import triton_passes
-from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from torchtitan_scape.kernels.scape.visits import Staleness
+from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 from torchtitan_scape.kernels.tagc.reference import Sketch
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.methods.topk.messages import TopkMessages
 
 PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
-RATES, STALENESS = Rates(1e-3, 0.9, 0.95, 1e-8, 0.1), Staleness((16, 8), keeps=0.5)
+RATES = Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
 _INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
 _TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", **_INTEGERS}
 # Options of `_scape_step`. The default step is taken as well.
@@ -65,9 +63,9 @@ REPLICATED_STEPS: list[dict[str, Any]] = [
     dict(in_use=0.5),  # warm-up
     dict(dtype=torch.bfloat16),
     dict(dtype=torch.float16),
-    dict(keeps_code_error=True),  # BF16 payload
+    dict(keeps_code_error=True),
     dict(clip=False),
-    dict(staleness=None),
+    dict(columns=None),
     dict(writes=False),
     dict(block=8, density=0.3),
     dict(block=40),
@@ -82,14 +80,9 @@ SHARDED_STEPS: list[dict[str, Any]] = [
     dict(in_use=1.0),
     dict(in_use=0.5),
     dict(dtype=torch.bfloat16),
-    dict(rounds_values=True),
-    dict(sends_changes=True),
-    dict(sends_changes=True, in_use=0.5),
-    dict(sends_changes=True, dtype=torch.bfloat16),
-    dict(rounds_values=True, in_use=0.5),
-    dict(rounds_values=True, scaled=True, dtype=torch.bfloat16),
-    dict(rounds_values=True, scaled=True, dtype=torch.bfloat16, in_use=0.5),
-    dict(staleness=None),
+    dict(scaled=True, dtype=torch.bfloat16),
+    dict(scaled=True, dtype=torch.bfloat16, in_use=0.5),
+    dict(columns=None),
     dict(block=32768, density=0.01),
 ]
 
@@ -200,26 +193,23 @@ def _scape_step(
     in_use: float | None = None,
     dtype: torch.dtype = torch.float32,
     clip: bool = True,
-    staleness: Staleness | None = STALENESS,
+    columns: tuple[int, ...] | None = (16, 8),
     keeps_code_error: bool = False,
     sharded: bool = False,
-    **update: bool,
+    scaled: bool = False,
+    writes: bool = True,
 ) -> None:
     """Launch the kernels of a step of SCAPE.
 
     Args:
         in_use: density of the mask of this step; by default `density`, that of the next one.
-        update: options of the sharded or replicated update.
+        scaled: BF16 weights of the sharded update.
     """
     cpu, whole = torch.device("cpu"), (1024,)
     layout = BlockLayout((16 * block, 16 * block + 8), block, 2)
-    updater: ShardedUpdate | ReplicatedUpdate
-    if sharded:
-        updater = ShardedUpdate(Ownership.of(layout, whole), 0, cpu, **update)
-    else:
-        updater = ReplicatedUpdate(layout, whole, **update)
+    owner = ShardedUpdate(Ownership.of(layout, whole), 0, cpu, scaled) if sharded else None
     plan = PayloadPlan("block", density, 0, keeps_code_error=keeps_code_error)
-    passes = triton_passes(updater, plan, cpu, staleness=staleness)
+    passes = triton_passes(layout, whole, plan, cpu, owner=owner, writes=writes, columns=columns)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*layout.sizes, *whole)] for _ in range(2))
     used, previous = (
         Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use or density, density)

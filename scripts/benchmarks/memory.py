@@ -48,7 +48,7 @@ def scape(**options: Any) -> PlannedRun:
     return PlannedRun(ScapeOptions(density=DENSITY, **options))
 
 
-OWNER_ONLY: dict[str, Any] = {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16"}
+OWNER_ONLY: dict[str, Any] = {"update": "sharded", "weights_dtype": "bfloat16"}
 STATES = {
     "dense AdamW": PlannedRun(DenseOptions(), "AdamW"),
     "dense AdamS": PlannedRun(DenseOptions(), "AdamS"),
@@ -60,7 +60,6 @@ STATES = {
     ),
     "SCAPE sharded": scape(update="sharded"),
     "SCAPE sharded, offload state": scape(update="sharded", offload=["state"]),
-    "SCAPE sharded, BF16 values": scape(update="sharded", update_code="bfloat16"),
     "SCAPE sharded, master at its owner alone": scape(**OWNER_ONLY),
     "SCAPE sharded, master at its owner alone, offload master": scape(**OWNER_ONLY, offload=["master"]),
     "SCAPE sharded, master at its owner alone, offload state": scape(**OWNER_ONLY, offload=["state"]),

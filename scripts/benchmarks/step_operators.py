@@ -239,7 +239,7 @@ def triton_everywhere() -> Iterator[None]:
     import torchtitan_scape.kernels.codec.triton_passes
     import torchtitan_scape.kernels.dense.triton_passes
     import torchtitan_scape.kernels.exchange.triton_passes
-    import torchtitan_scape.kernels.scape.triton_updates
+    import torchtitan_scape.kernels.scape.triton_passes
     import torchtitan_scape.kernels.tagc.triton_passes  # noqa: F401  # compiled functions, not those of the interpreter
 
     with environment(TRITON_INTERPRET="1"):

@@ -110,10 +110,7 @@ CASES: dict[str, Case] = {
     },
     "scape, FP32 in parts": Case("scape", {"density": 0.1, "density_warmup_steps": 2, "chunk_bytes": 4096}),
     "scape, gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "code": "float32"}),
-    "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "update_code": "int8"}),
-    "scape, BF16 gather": Case(
-        "scape", OPTIONS["scape"] | dict(update="sharded", code="bfloat16", update_code="bfloat16")
-    ),
+    "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "code": "int8"}),
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
     "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
     "quantized_update, Muon": Case("quantized_update", {"whiten_every": 2}, "Muon"),

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from scripts.common import write
 from scripts.gpu.timing import Clock, clock_of
+from scripts.scape_passes import pack_all, squares_all, update_all
 from torchtitan_scape import AdamS, Scape, ScapeOptions
 from torchtitan_scape.core.parameters import contiguous_gradient
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, Shape, count_entries
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common.launching import TileSchedule
-from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.scape.step import PassInputs
 from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.topology.codecs import Codec
@@ -153,7 +153,7 @@ class Passes:
 
         def exchange() -> None:
             for part in p.parts:
-                method.payload_exchange.start(part).wait()
+                method.payload_exchange.wait(method.payload_exchange.start(part))
 
         self.works: dict[str, Callable[[], Any]] = {"finite": lambda: optimizer.guard._finite(gradients)}
         if method.options.code != "float32":

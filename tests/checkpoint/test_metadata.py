@@ -19,13 +19,22 @@ def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str
 
 
 def test_renamed_options_are_not_a_difference() -> None:
-    here = {"code": "bfloat16", "update_code": "float32"}
-    for version, code, update_code in ((1, "wire_dtype", "values_dtype"), (2, "wire", "values")):
-        assert compare(here, {"format": version, code: "bfloat16", update_code: "float32"}) == (True, {})
-        same, different = compare(here, {"format": version, code: "float32", update_code: "float32"})
-        assert not same and different == {"code": "'float32' -> 'bfloat16'"}
+    for version, code in ((1, "wire_dtype"), (2, "wire")):
+        assert compare({"code": "int4"}, {"format": version, code: "int4"}) == (True, {})
+        same, different = compare({"code": "int4"}, {"format": version, code: "float32"})
+        assert not same and different == {"code": "'float32' -> 'int4'"}
     topk = {"method": "topk", "code": "2bit"}
     assert compare(topk, {"format": 2, "method": "topk", "values": "2bit"}) == (True, {})
+
+
+def test_removed_options_are_a_difference_unless_they_had_the_present_value() -> None:
+    present = {"dense_names": [], "max_staleness": 1000, "keep_moment": None, "update_code": "float32"}
+    assert compare({}, {"format": FORMAT, **present}) == (True, {})
+    both = {"weights_dtype": "bfloat16"}
+    assert compare(both, {"format": 2, "values": "bfloat16", **both}) == (True, {})
+    assert compare(both, {"format": 2, "values": "float32", **both}) == (False, {"values": "'float32' -> removed"})
+    for key, value in {"dense_names": ["w"], "keep_moment": 1.0, "update_code": "int4"}.items():
+        assert compare({}, {"format": FORMAT, key: value}) == (False, {key: f"{value!r} -> removed"})
 
 
 def test_renamed_options_of_the_shard_axis_are_not_a_difference() -> None:
@@ -79,7 +88,7 @@ def test_a_record_of_format_1_is_read_under_the_present_names() -> None:
 
 
 def test_a_record_of_this_format_stays() -> None:
-    saved = {"format": FORMAT, "states": {"owner_error": {"per_replica": True}}}
+    saved = {"format": FORMAT, "method": "dense", "states": {"owner_error": {"per_replica": True}}}
     assert to_present_format(saved, "folder") == saved and stored_kind("owner_error", saved) == "owner_error"
 
 

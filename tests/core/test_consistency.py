@@ -26,16 +26,15 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.methods.dense.method import Dense, DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.scape.shared import replicated_by_scape
 
 CPU = torch.device("cpu")
 FORMS: dict[str, dict[str, Any]] = {
     "local": {},
     "warm-up": {"density_warmup_steps": 5, "selection": "tensor", "staleness_scaling": False},
-    "odd blocks": {"block_size": 24, "dense_names": ["p.1"]},
-    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "code": "bfloat16"},
-    "gather": {"update": "sharded", "update_code": "bfloat16", "offload": ["state"]},
-    "gather bf16": {"update": "sharded", "update_code": "bfloat16", "bf16_weights": True},
+    "odd blocks": {"block_size": 24},
+    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "code": "int8"},
+    "gather": {"update": "sharded", "offload": ["state"]},
+    "gather bf16": {"update": "sharded", "bf16_weights": True},
 }
 
 
@@ -50,7 +49,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 def check(optimizer: Scape, collectives: ThreadCollectives, step: int, repair: bool = False) -> bool:
     optimizer.finish_previous_step()
-    return check_replicas_equal(collectives, replicated_by_scape(optimizer.method), CPU, step, repair)
+    return check_replicas_equal(collectives, optimizer.method.replicated_tensors(), CPU, step, repair)
 
 
 def comparable_parts(shared: list[ReplicatedTensors]) -> list[tuple[int, int]]:
@@ -130,7 +129,7 @@ def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
             if step != 8:
                 return
             generator = torch.Generator().manual_seed(7)
-            shared = replicated_by_scape(optimizer.method)
+            shared = optimizer.method.replicated_tensors()
             by_kind: dict[str | None, list[tuple[int, int]]] = {}
             for i, j in comparable_parts(shared):
                 by_kind.setdefault(shared[i].parts[j][0], []).append((i, j))
@@ -177,7 +176,7 @@ def test_an_immediate_repair_leaves_no_trace(form: str) -> None:
         def probe(optimizer: Scape, model: nn.Module, step: int) -> None:
             for _ in range(4 if step in (1, 4, 7) else 0):  # Dense masks, a skipped step, and an ordinary step.
                 optimizer.finish_previous_step()
-                shared = replicated_by_scape(optimizer.method)
+                shared = optimizer.method.replicated_tensors()
                 where = comparable_parts(shared)
                 i, j = where[draw_below(len(where))]
                 part = shared[i].parts[j][1]
@@ -226,7 +225,7 @@ def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
                         state[held != 0] *= 1.5
                 else:
                     # With "local", BF16 weights are rewritten from each replica's master.
-                    parts = replicated_by_scape(optimizer.method)[0].parts
+                    parts = optimizer.method.replicated_tensors()[0].parts
                     flip(next(part for kind, part in parts if kind == ("master" if form == "bf16" else None)), 20)
             if step == 9:
                 assert not check(optimizer, collectives, step, repair=True)

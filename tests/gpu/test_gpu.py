@@ -149,7 +149,7 @@ def unpacked(optimizer: Scape) -> Tensor:
     [
         dict(density=0.1),
         dict(density=0.05, density_warmup_steps=4, update="sharded"),
-        dict(density=0.1, update="sharded", code="bfloat16", update_code="bfloat16"),
+        dict(density=0.1, update="sharded", code="int8"),
     ],
 )
 def test_replicas_are_equal_and_follow_the_reference(options: dict[str, Any]) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.scape_passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.scape import reference
-from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
-from torchtitan_scape.kernels.scape.ownership import Ownership
-from torchtitan_scape.kernels.scape.passes import ScapePasses, pack_all, squares_all, update_all
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
-from torchtitan_scape.kernels.scape.torch_updates import torch_passes
-from torchtitan_scape.kernels.scape.triton_updates import triton_passes
-from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate, ShardedUpdate
-from torchtitan_scape.kernels.scape.visits import MIN_VISIT_RATE, Staleness
+from torchtitan_scape.kernels.scape.torch_passes import torch_passes
+from torchtitan_scape.kernels.scape.triton_passes import triton_passes
+from torchtitan_scape.kernels.scape.visits import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
 
 Make = Callable[..., ScapePasses]
 ULP = 2.0**-22  # error bound of a division on a GPU, two units in the last place; more than four roundings to nearest
@@ -40,7 +40,6 @@ class Case:
     next: float = 0.1
     beta1: float = 0.9
     scale: float = 1.0
-    max_staleness: float | None = 1000.0
     clip_moment: bool = True
     writes: bool = True
     gradient_dtype: torch.dtype = torch.float32
@@ -52,7 +51,6 @@ class Case:
     chunk_multiple: int = 1
     keeps_code_error: bool = False  # the last step left quantization errors
     columns: tuple[int, ...] | None = None  # row lengths for staleness; None for no scaling
-    keeps: float = 1.0
     values: tuple[float, ...] = ()  # gradients are drawn from these, if given
     device: str = "cpu"
     rates: Rates = field(init=False)
@@ -64,12 +62,6 @@ class Case:
     @property
     def layout(self) -> BlockLayout:
         return BlockLayout(self.sparse, self.block_size, self.replicas)
-
-    @property
-    def staleness(self) -> Staleness | None:
-        if self.columns is None or self.max_staleness is None:
-            return None
-        return Staleness(self.columns, self.max_staleness, self.keeps)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -84,8 +76,8 @@ class Case:
             self.chunk_multiple,
             keeps_code_error=self.keeps_code_error,
         )
-        updater = ReplicatedUpdate(self.layout, self.whole, writes=self.writes)
-        passes = make(updater, plan, torch.device(self.device), staleness=self.staleness)
+        device = torch.device(self.device)
+        passes = make(self.layout, self.whole, plan, device, writes=self.writes, columns=self.columns)
         generator = torch.Generator().manual_seed(self.seed + 1)
         for state in passes.states:
             state.copy_(torch.randn(state.numel(), generator=generator))
@@ -113,7 +105,7 @@ class Case:
         bits = torch.zeros(-(-self.layout.mask_bytes() // 4) * 4, dtype=torch.uint8)[: self.layout.mask_bytes()]
         if density < 1.0 and bits.numel():
             plan = PayloadPlan("block", 1.0, None)
-            twin = torch_passes(ReplicatedUpdate(self.layout, ()), plan, torch.device("cpu"))
+            twin = torch_passes(self.layout, (), plan, torch.device("cpu"))
             generator = torch.Generator().manual_seed(seed)
             gradients = [torch.randn(n, generator=generator) for n in self.sparse]
             dense = Mask(bits.clone())
@@ -256,17 +248,16 @@ def check_update(
         u_error = m_error / (1 - b1**3) / (normalizer - error).clamp(min=1e-30) + u.abs() * (
             error / normalizer + 6 * ULP
         )
-        if case.staleness is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
-            most, columns = case.staleness.most, case.staleness.columns[i]
-            mean = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), most)
-            entering = fresh.view(-1, columns).double()
+        if case.columns is not None and not masks[0].dense and not masks[1].dense and bool(fresh.any()):
+            mean = min(max((n - int(on.sum())) / int(fresh.sum()), 1.0), MAX_STALENESS)
+            entering = fresh.view(-1, case.columns[i]).double()
             frequency = entering.mean(1, keepdim=True) * entering.mean(0) / entering.mean().square()
-            factor = (mean / frequency.flatten()[on].clamp(min=MIN_VISIT_RATE)).clamp(1.0, most)
+            factor = (mean / frequency.flatten()[on].clamp(min=MIN_VISIT_RATE)).clamp(1.0, MAX_STALENESS)
             u, u_error = (
                 torch.where(fresh[on], u * factor, u),
                 torch.where(fresh[on], (u_error + 16 * ULP * u.abs()) * factor, u_error),
             )
-            m = torch.where(fresh[on], m * case.keeps, m)
+            m = torch.where(fresh[on], m * KEPT_MOMENT, m)
         expected = theta - r.lr * r.weight_decay * theta
         bound = 3 * ULP * theta.abs()
         expected[on] -= r.lr * u
@@ -345,16 +336,17 @@ def check_rotate(case: Case) -> None:
         assert torch.equal(ours[:real], theirs[:real])
 
 
-def check_written(case: Case, changes: bool) -> None:
-    """Compare the parameters after all owners' new values, or their changes, were written, bit by bit."""
+def check_written(case: Case) -> None:
+    """Compare the parameters after all owners' new values were written, bit by bit."""
     ownership = Ownership.of(case.layout, case.whole)
     generator = torch.Generator().manual_seed(case.seed)
     sizes = [piece.end - piece.start for piece in ownership.pieces]
     values = [torch.randn(n, generator=generator).to(case.device) for n in sizes]
     mask, results = case.mask(case.in_use, case.seed + 2), []
     for make in (torch_passes, triton_passes):
-        owner = ShardedUpdate(ownership, 0, torch.device(case.device), sends_changes=changes)
-        passes: Any = make(owner, PayloadPlan("block", case.density, 0), torch.device(case.device))
+        device = torch.device(case.device)
+        owner = ShardedUpdate(ownership, 0, device)
+        passes: Any = make(case.layout, case.whole, PayloadPlan("block", case.density, 0), device, owner=owner)
         parameters, gradients = (
             case.draw(torch.float32, case.seed + 5, (), case.parameter_offset),
             case.draw(torch.float32, 1),

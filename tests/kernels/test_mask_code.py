@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, offset_bytes, offset_code
-from torchtitan_scape.kernels.scape.mask_code import decode_offsets, encode_offsets
+from torchtitan_scape.kernels.scape.reference import decode_offsets, encode_offsets
 
 
 def literal_code(offsets: list[int], low: int, block_size: int) -> list[int]:

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion as Version
 
 from scripts.benchmarks import compile_kernels
 from scripts.benchmarks.assembly import SPILL_LIMITS, regressions
+from scripts.scape_passes import pack_all, squares_all, update_all
 from tests import server
 from tests.marks import slow
 from torchtitan_scape import AdamS, Scape
@@ -30,12 +31,10 @@ from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense import triton_kernels as dense_kernels
 from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
 from torchtitan_scape.kernels.exchange import triton_masked, triton_outer
-from torchtitan_scape.kernels.scape import triton_kernels, triton_masks, triton_owner, triton_select
+from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
-from torchtitan_scape.kernels.scape.passes import pack_all, squares_all, update_all
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
-from torchtitan_scape.kernels.scape.triton_updates import TritonReplicated, triton_passes
-from torchtitan_scape.kernels.scape.updaters import ReplicatedUpdate
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadLayout, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_passes import TritonReplicated, triton_passes
 from torchtitan_scape.kernels.tagc import triton_kernels as tagc_kernels
 from torchtitan_scape.kernels.topk import triton_cosine
 from torchtitan_scape.kernels.topk import triton_kernels as topk_kernels
@@ -88,8 +87,6 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         triton_masked,
         triton_masks,
         triton_outer,
-        triton_owner,
-        triton_select,
     ]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
     for target in ("cuda:90", "hip:gfx90a"):
@@ -165,7 +162,7 @@ def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeyp
 
     monkeypatch.setattr(launching, "launch", note)
     layout = BlockLayout((8192,), 1024, 1)
-    passes = triton_passes(ReplicatedUpdate(layout, ()), PayloadPlan("block", 0.1, 0), torch.device("cpu"))
+    passes = triton_passes(layout, (), PayloadPlan("block", 0.1, 0), torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
     rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], torch.ones((), dtype=torch.float64)
     gradients = [shifted(8192, offset)]
@@ -184,13 +181,10 @@ def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeyp
 def test_large_payloads_are_covered_once() -> None:
     """With positions above 2^24, which FP32 cannot represent, and tensors without a remainder."""
     sizes = (0, 36_000_003, 4096, 1029)
-    updater = ReplicatedUpdate(BlockLayout(sizes, 1024, 1), (7, 0, 3))
-    passes = triton_passes(updater, PayloadPlan("block", 0.6, 0), torch.device("cpu"))
+    passes = triton_passes(BlockLayout(sizes, 1024, 1), (7, 0, 3), PayloadPlan("block", 0.6, 0), torch.device("cpu"))
     assert isinstance(passes, TritonReplicated)
-    passes.counts, passes.payload_layout = (
-        passes.payload_counts(0.6),
-        updater.buffered_payload(passes.payload_counts(0.6), passes.plan),
-    )
+    passes.counts = passes.payload_counts(0.6)
+    passes.payload_layout = PayloadLayout.buffered(passes.counts, passes.sparsified, passes.plan)
     tiles, first, partial = passes.tile_payload()
     assert first[-1] == len(tiles) == len(partial) and len(first) == len(passes.counts) + 1
     position, entries = 0, [0] * len(passes.counts)
@@ -222,9 +216,7 @@ def test_a_step_compiles_the_variants_of_the_previous_one(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(launching, "launch", note)
     layout, steps, density = BlockLayout((40_000, 8_192), 1024, 2), 12, 0.05
-    passes = triton_passes(
-        ReplicatedUpdate(layout, (100,)), PayloadPlan("block", density, 0, chunk_multiple=8), torch.device("cpu")
-    )
+    passes = triton_passes(layout, (100,), PayloadPlan("block", density, 0, chunk_multiple=8), torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8)) for _ in range(2)]
     rates, count = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, torch.ones((), dtype=torch.float64)
     parameters = [torch.zeros(n) for n in (40_000, 8_192, 100)]

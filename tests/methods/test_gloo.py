@@ -282,9 +282,9 @@ def test_shards_given_as_replicas_are_refused(pool2: Pool) -> None:
 def disagree(what: str) -> None:
     rank = dist.get_rank()
     shape = (4, 5) if what == "shape" and rank else (4, 4)
-    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "dense_names": []}
+    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "block_size": 1024}
     if rank:
-        options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "dense_names": {"dense_names": ["v"]}}.get(what, {})
+        options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "block_size": {"block_size": 64}}.get(what, {})
     parameters = [("w", nn.Parameter(torch.ones(shape))), ("v", nn.Parameter(torch.ones(2, 2)))]
     make_scape(parameters, replicas=dist.group.WORLD, **options)
 
@@ -295,7 +295,7 @@ def disagree(what: str) -> None:
         ("shape", "parameters="),
         ("density", "has density=0."),
         ("lr", "has lr of group 0=0."),
-        ("dense_names", "has dense_names="),
+        ("block_size", "has block_size="),
     ],
 )
 def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: str, pool2: Pool) -> None:

@@ -73,7 +73,7 @@ def test_measured_pass_times_are_used(tmp_path: Path) -> None:
     _, copied = DenseOptions().cost().memory_traffic(LOCAL, 64)
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx((36 * N + copied) / 2e12)
     assert predicted(ADAMW, tmp_path).optimizer == pytest.approx((44 * N + copied) / 2.8e12)
-    for density, code in ((0.1, "float32"), (0.05, "int4"), (0.04, "e2m1")):
+    for density, code in ((0.1, "float32"), (0.05, "int4"), (0.04, "2bit")):
         options = ScapeOptions(density=density, code=code)  # type: ignore[arg-type]
         method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11

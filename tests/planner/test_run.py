@@ -227,8 +227,6 @@ def test_dense_names_are_not_compressed() -> None:
     for options in (
         RadiusOptions(density=0.4),
         TopkOptions(density=0.01),
-        ScapeOptions(density=0.01),
-        ScapeOptions(density=0.01, code="int4"),
     ):
         dense = replace(options, dense_names=["p1"])
         assert calls(dense) == calls(options, model=flat) != calls(options)
@@ -326,9 +324,9 @@ def test_memory_of_updates_with_overlap() -> None:
     assert after == before | {"chunks in flight": pytest.approx(copies + messages, rel=1e-3)}
 
 
-@pytest.mark.parametrize(("code", "update_code", "nbytes"), [("float32", "bfloat16", 2), ("bfloat16", "float32", 4)])
-def test_owners_receive_the_payload_and_send_their_values(code: str, update_code: str, nbytes: int) -> None:
-    options = ScapeOptions(density=0.01, code=code, update="sharded", update_code=update_code)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("code", "dtype", "nbytes"), [("float32", "bfloat16", 2), ("int8", "float32", 4)])
+def test_owners_receive_the_payload_and_send_their_values(code: str, dtype: str, nbytes: int) -> None:
+    options = ScapeOptions(density=0.01, code=code, update="sharded", weights_dtype=dtype)  # type: ignore[arg-type]
     payload, new, masks = calls(options)
     assert payload.kind == "reduce_scatter" and payload.count / 4 == new.count / nbytes
     assert 0 <= payload.count - payload_entries(SHAPES, 0.01) < 4 * 1024, "rows are as long as the longest"
@@ -365,7 +363,7 @@ def test_memory_counts_every_kind() -> None:
     assert [scape[k] for k in ("parameters", "gradients", "state")] == [4 * n] * 3
     assert scape["masks"] == pytest.approx(n / 4 + n / 64 * 10 * 10 / 8 / 1024, rel=1e-3)
     assert scape["payload"] == 8 * payload_entries(w.shapes(), 0.01)
-    sharded = ScapeOptions(density=0.01, update="sharded", update_code="bfloat16")
+    sharded = ScapeOptions(density=0.01, update="sharded", weights_dtype="bfloat16")
     gather = PlannedRun(sharded).total_memory(w, 1, 64, 1)
     assert gather["state"] == pytest.approx(4 * n, rel=1e-3)
     assert gather["owned moments"] == gather["owned master"] == pytest.approx(4 * n / 64, rel=1e-3)

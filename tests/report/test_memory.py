@@ -19,7 +19,6 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     """Return the predicted bytes by kind, and those of the tensors of a trainer before its first step."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import stored
-    from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
@@ -35,9 +34,9 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)
-        if isinstance(passes.updater, ShardedUpdate):
+        if passes.owner is not None:
             master = passes.storage.flat["master"].nbytes
-            found |= {"owned moments": passes.updater.common.nbytes, "owned master": master}
+            found |= {"owned moments": passes.owner.common.nbytes, "owned master": master}
         else:
             found["master"] = passes.storage.flat["master"].nbytes
         found["offload buffers"] = sum(b.nbytes for window in passes.storage.windows.values() for b in window.buffers)

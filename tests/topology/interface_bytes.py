@@ -52,7 +52,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, code
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     parameter = nn.Parameter(torch.zeros(SHAPE))
-    more: dict[str, Any] = {"offload": ["state"], "update_code": code} if update == "sharded" else {}
+    more: dict[str, Any] = {"offload": ["state"]} if update == "sharded" else {}
     replicas = dist.group.WORLD
     with patch.object(TripleBuffer, "saves_memory", return_value=True):  # so small a state would stay on the device
         optimizer = make_scape(

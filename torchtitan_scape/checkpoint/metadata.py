@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan_scape.checkpoint.safe_load import load_into
 from torchtitan_scape.checkpoint.state import describe_states, has_dense_state, record
 from torchtitan_scape.core.files import parse_json
-from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.core.renamed_keys import removed_keys, with_present_keys
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
@@ -95,6 +95,9 @@ class RunMetadata(Stateful):
         different = {key: f"{saved[key]!r} -> {self.values[key]!r}" for key in keys if saved[key] != self.values[key]}
         other = saved["method"] != self.values["method"] or saved["optimizer"] != self.values["optimizer"]
         laid_out = {key for key in self._layout if saved.get(key) != self.values[key]}
+        removed = removed_keys(saved, f"sync.{saved['method']}")
+        laid_out |= removed
+        different |= {key: f"{saved[key]!r} -> removed" for key in removed}
         # If the code determines the layout of states (SCAPE), quantization errors belong to the entries of a payload,
         # which are others at another density.
         coded = {saved.get("code"), self.values.get("code")} - {None, "float32"}
@@ -182,8 +185,6 @@ def to_present_format(saved: dict[str, Any], path: str) -> dict[str, Any]:
             f"{path} has format {version!r}, and this version reads formats 1 to {FORMAT}; resume with the version "
             "that saved it, or start from its model alone (--checkpoint.initial_load_path of the trainer)"
         )
-    if version == FORMAT:
-        return saved
     record = with_present_keys(saved, f"sync.{saved['method']}") | {"format": version}
     if "sharding" in record:
         record["sharding"] = with_present_keys(record["sharding"], "sharding")

@@ -13,7 +13,7 @@ from typing import Any
 from unicodedata import category
 
 from torchtitan_scape.core.files import packaged
-from torchtitan_scape.core.renamed_keys import present_key, with_present_keys
+from torchtitan_scape.core.renamed_keys import REMOVED_KEYS, present_key, with_present_keys
 from torchtitan_scape.core.type_checks import short
 
 MAX_BYTES = 1 << 20  # of a file
@@ -107,6 +107,8 @@ def _recorded_origins(text: str) -> tuple[list[str], dict[str, str]]:
             section = line.strip("[]")
         elif origin := _comment(line):
             key = present_key(f"{section}.{line.partition(' = ')[0]}")
+            if key in REMOVED_KEYS:
+                continue
             origins[key] = EARLIER if origin == COMMAND_LINE else origin
     return files, origins
 

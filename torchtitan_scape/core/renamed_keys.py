@@ -1,7 +1,7 @@
-"""Keys of TOML sections that had another name in earlier versions.
+"""Keys of TOML sections that had another name in earlier versions, or that were removed.
 
-Recipes, command lines and own training loops with an earlier key are refused, and the message contains the present one.
-Records of earlier runs, in checkpoints and results, are read with the present keys.
+Recipes, command lines and own training loops with an earlier key are refused, and the message contains the present one
+or advice. Records of earlier runs, in checkpoints and results, are read with the present keys.
 """
 
 import json
@@ -13,11 +13,8 @@ from torchtitan_scape.core.type_checks import short
 RENAMED_KEYS: dict[str, dict[str, str]] = {
     "sync.scape": {
         "wire": "code",
-        "values": "update_code",
         "wire_dtype": "code",
-        "values_dtype": "update_code",
         "wait_scaling": "staleness_scaling",
-        "max_wait": "max_staleness",
     },
     "sync.topk": {"values": "code"},
     "sync.sparseloco": {"values": "code"},
@@ -26,16 +23,29 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
     "sharding.levels": {"sum": "sum_code", "update": "update_code"},
     "sharding.tagc": {"codec": "code", "index": "index_code"},
 }
+_UPDATE_CODE = 'new values have the dtype of the weights: delete it, or set weights_dtype = "bfloat16"'
 # Earlier keys without a present one with the same values, and the advice for each.
-REMOVED_KEYS = {
+REMOVED_KEYS: dict[str, str] = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
     "sync.scape.wait_by": 'it was removed, delete it: the former default "row_column" is now the only rule',
+    "sync.scape.dense_names": "it was removed, delete it: every matrix has a mask",
+    "sync.scape.max_staleness": "it was removed, delete it: the limit is always 1000",
+    "sync.scape.max_wait": "it was removed, delete it: the limit is always 1000",
+    "sync.scape.keep_moment": "it was removed, delete it: with staleness_scaling the factor is always 0.5",
+    **{f"sync.scape.{key}": _UPDATE_CODE for key in ("update_code", "values", "values_dtype")},
     "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
     "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
     "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
     "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
     "of codes in gradients_code",
+}
+# Values of removed keys that are now the only ones. A record with such a value is read as one without the key.
+_ONLY_VALUES: dict[str, Any] = {
+    "sync.scape.dense_names": [],
+    "sync.scape.max_staleness": 1000,
+    "sync.scape.max_wait": 1000,
+    "sync.scape.keep_moment": 0.5,
 }
 
 
@@ -46,16 +56,26 @@ def present_key(key: str) -> str:
 
 
 def with_present_keys(values: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the recorded values of a section with present keys.
+    """Return the recorded values of a section with present keys, without removed keys of the only present value.
 
     Args:
         values: by key, nested sections as dictionaries; by "section.key" if `section` is empty.
     """
-    found, prefix = {}, f"{section}." if section else ""
+    present, prefix = {}, f"{section}." if section else ""
+    weights = values.get("sync.scape.weights_dtype".removeprefix(prefix), "float32")
     for key, value in values.items():
+        only = weights if REMOVED_KEYS.get(prefix + key) is _UPDATE_CODE else _ONLY_VALUES.get(prefix + key)
+        if only is not None and value in (only, None):
+            continue
         nested = with_present_keys(value, prefix + key) if isinstance(value, dict) else value
-        found[present_key(prefix + key).removeprefix(prefix)] = nested
-    return found
+        present[present_key(prefix + key).removeprefix(prefix)] = nested
+    return present
+
+
+def removed_keys(values: dict[str, Any], section: str) -> set[str]:
+    """Return the removed keys of a record, the result of `with_present_keys`, whose value is not the present one."""
+    names = {key: f"{section}.{key}" for key in values}
+    return {key for key, name in names.items() if name in _ONLY_VALUES or REMOVED_KEYS.get(name) is _UPDATE_CODE}
 
 
 def renamed(section: str, key: str, value: Any) -> str:

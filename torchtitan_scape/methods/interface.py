@@ -317,7 +317,7 @@ class Method(ABC):
             step: Of the checkpoint.
 
         Returns:
-            An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.importing.ScapeImport`.
+            An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.state.ScapeImport`.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps its moments in the optimizer")
 

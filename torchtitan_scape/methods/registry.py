@@ -94,7 +94,7 @@ METHODS: dict[str, MethodEntry] = {
         ("AdamS",),
         supports_flat_slices=True,
         supports_pipeline=True,
-        import_function="scape.importing.import_scape_state",
+        import_function="scape.state.import_scape_state",
     ),
     "topk": MethodEntry(TopkOptions, "topk.method.Topk"),
     "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),

@@ -50,8 +50,8 @@ COMPARED = (
 # Options of SCAPE that need less memory.
 LOWER_MEMORY: tuple[dict[str, Any], ...] = (
     {"offload": ["state"]},
-    {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16"},
-    {"update": "sharded", "update_code": "bfloat16", "weights_dtype": "bfloat16", "offload": ["state"]},
+    {"update": "sharded", "weights_dtype": "bfloat16"},
+    {"update": "sharded", "weights_dtype": "bfloat16", "offload": ["state"]},
 )
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8

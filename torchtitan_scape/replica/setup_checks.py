@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
-from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.core.renamed_keys import removed_keys, with_present_keys
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
@@ -303,8 +303,9 @@ def state_mismatch(saved: dict[str, Any] | None, present: dict[str, Any], weight
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
-    layout = with_present_keys(saved["layout"], f"sync.{saved['layout']['method']}")
-    for key, value in present.items():
+    section = f"sync.{saved['layout']['method']}"
+    layout = with_present_keys(saved["layout"], section)
+    for key, value in (present | dict.fromkeys(removed_keys(layout, section))).items():
         if key == "shard" and key not in layout:  # earlier versions did not save it
             continue
         if layout.get(key) == value:

@@ -17,10 +17,9 @@ from torchtitan_scape.topology.in_process import InProcessCollectives
     "options",
     [
         {},
-        {"code": "bfloat16"},
         {"code": "int4"},
-        {"update": "sharded", "update_code": "bfloat16"},
-        {"update": "sharded", "code": "bfloat16", "update_code": "int4"},
+        {"update": "sharded", "bf16_weights": True},
+        {"update": "sharded", "code": "int8"},
     ],
 )
 def test_all_messages_are_aligned_to_16_bytes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

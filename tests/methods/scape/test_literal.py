@@ -25,11 +25,8 @@ GRID = [  # replicas, density, staleness scaling, other options
                 {"selection": "tensor"},
                 {"clip_mode": "literal", "density_warmup_steps": 20},
                 {"max_norm": None},
-                {"density_warmup_steps": 20, "max_staleness": 3.0},
-                {"keep_moment": 1.0, "max_staleness": 10.0},
+                {"density_warmup_steps": 20},
                 {"selection": "tensor", "density_warmup_steps": 20},
-                {"keep_moment": 1.0},
-                {"keep_moment": 0.0, "max_norm": None},
             )
         ),
         strict=False,
@@ -122,7 +119,6 @@ def test_sum_reduction_equals_the_mean_of_scaled_gradients() -> None:
     assert torch.equal(flat(run_replicas(2, scaled)[0]), flat(plain[0][-1]))
 
 
-BFLOAT16 = [{}, {"selection": "tensor"}, {"density_warmup_steps": 8}, {"max_norm": None}]
 # At 0.5 there are several blocks per replica.
 CODED = [
     slow(1, {"code": "int4"}),
@@ -130,19 +126,20 @@ CODED = [
     (3, {"code": "int4", "density": 0.5}),
     (3, {"code": "2bit", "density": 0.5, "density_warmup_steps": 6, "selection": "tensor"}),
     (2, {"code": "int8", "density": 0.5, "max_norm": None}),
-    (4, {"code": "e2m1", "density": 0.5, "staleness_scaling": False}),
+    (4, {"code": "int4", "density": 0.5, "staleness_scaling": False}),
+    (3, {"code": "int8", "selection": "tensor"}),
     (2, {"code": "1bit", "density_warmup_steps": 8}),
 ]
 
 
-@pytest.mark.parametrize("replicas, options", [*covering(itertools.product((1, 2, 3), BFLOAT16)), *CODED])
+@pytest.mark.parametrize("replicas, options", CODED)
 def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
     """Properties 3 and 4 with quantization.
 
     The bound is wider, because a difference in the last bit may change the rounding of an entry, which error feedback
     then compensates. Without error feedback the difference is more than 1e-3.
     """
-    options = {"density": 0.1, "code": "bfloat16", **options}
+    options = {"density": 0.1, **options}
     expected = literal(replicas, 14, **options)
     results = run_replicas(replicas, lambda c: train(c, 14, **options))
     for step, want in enumerate(expected):
@@ -155,7 +152,7 @@ def test_an_encoded_payload_follows_the_reference_algorithm(replicas: int, optio
 
 @pytest.mark.parametrize(
     "code, selection, max_norm",
-    covering([*itertools.product(("float32", "bfloat16"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)]),
+    covering([*itertools.product(("float32", "int8"), ("block", "tensor"), (None, 1.0)), ("int4", "block", 1.0)]),
 )
 def test_the_chunk_size_does_not_change_the_result(code: str, selection: str, max_norm: float | None) -> None:
     """One chunk, several, and one per tensor. With quantization, the owner of the last error depends on the chunks."""
@@ -210,7 +207,6 @@ def test_quantization_conserves_the_sum_over_replicas(code: str) -> None:
     for step, mean in enumerate(arrived):
         total = sum(p[step].double() for p in packed) - sum(k[step].double() for k in kept)
         torch.testing.assert_close(total, 3 * mean.double(), rtol=1e-6, atol=1e-6)
-        assert code != "bfloat16" or torch.equal(mean, mean.bfloat16().float())
         # The mean was decoded from a code, so that its blocks contain few distinct values.
-        most = {"bfloat16": 128, "int8": 128, "int4": 15, "e2m1": 15, "e3m0": 15, "2bit": 4, "1bit": 2}[code]
+        most = {"int8": 128, "int4": 15, "2bit": 4, "1bit": 2}[code]
         assert all(block.unique().numel() <= most for block in mean.split(128))

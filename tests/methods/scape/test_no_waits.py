@@ -9,17 +9,17 @@ from torch import Tensor
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
-from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.replica.guard import FiniteGuard
 
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {"max_norm": None}),
     (1, {"selection": "tensor"}),
     (2, {}),
-    (2, {"selection": "tensor", "code": "bfloat16", "clip_mode": "literal"}),
+    (2, {"selection": "tensor", "code": "int8", "clip_mode": "literal"}),
     (2, {"code": "2bit"}),
-    (2, {"update": "sharded", "update_code": "bfloat16"}),
-    (2, {"update": "sharded", "code": "e2m1", "update_code": "int4"}),
+    (2, {"update": "sharded"}),
+    (2, {"update": "sharded", "code": "int4"}),
 ]
 
 

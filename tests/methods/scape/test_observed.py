@@ -37,7 +37,7 @@ def moment_and_residual(optimizer: Scape, name: str) -> tuple[Tensor, Tensor]:
         (3, dict(code="int4")),
         (3, dict(offload=["state"], chunk_bytes=800)),
         (3, dict(update="sharded")),
-        (2, dict(update="sharded", update_code="bfloat16", selection="tensor", dense_names=["p1"])),
+        (2, dict(update="sharded", bf16_weights=True, selection="tensor")),
     ],
     ids=str,
 )

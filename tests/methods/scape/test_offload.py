@@ -65,11 +65,11 @@ def kept(optimizer: Scape) -> dict[str, Tensor]:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
-    {"code": "bfloat16", "chunk_bytes": 128, "bf16_weights": True},
-    {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "dense_names": ["p.0"]},
+    {"code": "int8", "chunk_bytes": 128, "bf16_weights": True},
+    {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3},
     {"update": "sharded"},
-    {"update": "sharded", "update_code": "bfloat16", "density_warmup_steps": 5},
-    {"update": "sharded", "update_code": "bfloat16", "code": "bfloat16", "bf16_weights": True},
+    {"update": "sharded", "density_warmup_steps": 5, "bf16_weights": True},
+    {"update": "sharded", "code": "int8", "bf16_weights": True},
     {"update": "sharded", "selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3, "max_norm": None},
 ]
 
@@ -77,7 +77,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), OPTIONS)))
 def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and metrics are bitwise equal to those without offloading."""
-    master = options.get("bf16_weights") or ("update_code" in options and replicas > 1)
+    master = options.get("bf16_weights")
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 7, **options)
@@ -206,7 +206,7 @@ def test_a_failed_step_leaves_no_pending_copies() -> None:
     _, optimizer, model = run(None, 3, **options)
     saved = copied(optimizer.state_dict())
     weights = [p.detach().clone() for p in model.parameters()]
-    with patch.object(optimizer.method.passes, "pack_part", side_effect=RuntimeError), pytest.raises(RuntimeError):
+    with patch.object(optimizer.method.passes, "carry", side_effect=RuntimeError), pytest.raises(RuntimeError):
         for p, g in zip(model.parameters(), gradient(50, 0, SHAPES), strict=True):
             p.grad = g
         optimizer.step()
@@ -258,7 +258,7 @@ def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None
     """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
 
     def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {"density_warmup_steps": 3, "code": "bfloat16"}
+        options: dict[str, Any] = {"density_warmup_steps": 3, "code": "int8"}
         wide, _, _ = run(collectives, 8, **options)
         narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
         for want, got in zip(wide, narrow, strict=True):
@@ -273,11 +273,11 @@ def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None
 def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, warmup: int) -> None:
     """A weight differs from its master by one rounding to BF16, however long it was outside the mask.
 
-    Weight decay is not lost, although one step of it is below BF16's resolution. Masters are bitwise equal to those of
-    FP32 weights whose new values are sent in BF16.
+    Weight decay is not lost, although one step of it is below BF16's resolution. Masters are bitwise equal to FP32
+    weights.
     """
     rates: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1.0, "density": 0.02, "update": "sharded"}
-    rates |= {"density_warmup_steps": warmup, "update_code": "bfloat16"}
+    rates |= {"density_warmup_steps": warmup}
     steps = 20
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
@@ -286,19 +286,19 @@ def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, war
         def probe(optimizer: Scape, model: Model, step: int) -> None:
             passes: Any = optimizer.method.passes
             masters.append([m.clone() for m in passes.masters])
-            own = passes.updater.cut([p.detach() * 1.0 for p in model.parameters()])
-            for i in passes.updater.own:
+            own = passes.owner.cut([p.detach() * 1.0 for p in model.parameters()])
+            for i in passes.owner.own:
                 error = (own[i] - passes.masters[i]).abs()
                 assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
 
         narrow, optimizer, _ = run(collectives, steps, bf16_weights=True, probe=probe, **rates)
-        if replicas > 1:
-            run(collectives, steps, probe=lambda o, m, s: check(o.method.passes, masters[s]), **rates)
-        assert float(optimizer.method.passes.updater.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
+        run(collectives, steps, probe=lambda o, m, s: check(o.method.passes, m, masters[s]), **rates)
+        assert float(optimizer.method.passes.owner.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
         return [flat(values) for values in narrow]
 
-    def check(passes: Any, want: list[Tensor]) -> None:
-        assert all(torch.equal(a, b) for a, b in zip(passes.masters, want, strict=True))
+    def check(passes: Any, model: Model, want: list[Tensor]) -> None:
+        own = passes.owner.cut([p.detach() for p in model.parameters()])
+        assert all(torch.equal(own[i], want[i]) for i in passes.owner.own)
 
     first, *others = run_replicas(replicas, work)
     for other in others:
@@ -311,10 +311,10 @@ def test_a_small_scale_is_moved_into_the_stored_numbers() -> None:
     def work(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], Tensor]:
         options: dict[str, Any] = {"lr": 0.4, "weight_decay": 1.0, "update": "sharded", "max_norm": 0.1}
         history, optimizer, _ = run(collectives, 30, bf16_weights=True, **options)
-        return history, optimizer.method.passes.updater.scales  # type: ignore[union-attr]
+        return history, optimizer.method.passes.owner.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("torchtitan_scape.kernels.scape.updaters.MIN_WEIGHT_SCALE", 0.0):
+    with patch("torchtitan_scape.kernels.scape.sharded.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):
@@ -329,7 +329,7 @@ def test_another_optimizer_continues_with_the_bf16_weights() -> None:
     before = [p.detach() * 1.0 for p in model.parameters()]
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
-    assert torch.equal(again.method.passes.updater.scales, optimizer.method.passes.updater.scales)  # type: ignore[attr-defined]
+    assert torch.equal(again.method.passes.owner.scales, optimizer.method.passes.owner.scales)  # type: ignore[attr-defined]
     again.method.passes.start_master([stored(p) for p in model.parameters()])
     torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
 

@@ -25,7 +25,7 @@ AnyOptions = TypeVar("AnyOptions", bound=MethodOptions)
 def fit_to_budget(options: AnyOptions, budget: float, model: LocalModel, replicas: int) -> AnyOptions:
     """Return the options that the study found best among those that send at most `budget`.
 
-    Only density, block size, code and update_code are chosen.
+    Only density, block size and code are chosen.
 
     Args:
         options: `ScapeOptions`.
@@ -36,10 +36,7 @@ def fit_to_budget(options: AnyOptions, budget: float, model: LocalModel, replica
     """
 
     def with_entries(code: str, k: int) -> AnyOptions:
-        update, weights = (getattr(options, name) for name in ("update", "weights_dtype"))
-        # New values use the code of the payload; BF16 weights receive BF16 values.
-        update_code = "float32" if update == "replicated" else code if weights == "float32" else "bfloat16"
-        chosen: dict[str, Any] = {"density": k / BLOCK, "block_size": BLOCK, "code": code, "update_code": update_code}
+        chosen: dict[str, Any] = {"density": k / BLOCK, "block_size": BLOCK, "code": code}
         return replace(options, bytes=0.0, **chosen)  # type: ignore[call-arg]
 
     def share(code: str, k: int) -> float:

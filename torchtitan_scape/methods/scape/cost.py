@@ -21,8 +21,6 @@ from torchtitan_scape.methods.scape.payload import (
 from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
-BFLOAT16_BLOCK = 8  # entries; the size of the codec's messages is a multiple of 16 bytes
-
 
 class CostOptions(Protocol):
     """The options of `ScapeOptions` that determine the cost."""
@@ -38,13 +36,9 @@ class CostOptions(Protocol):
     @property
     def update(self) -> str: ...
     @property
-    def update_code(self) -> str: ...
-    @property
     def weights_dtype(self) -> str: ...
     @property
     def offload(self) -> list[str]: ...
-    @property
-    def dense_names(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -94,26 +88,19 @@ class ScapeCost:
         return self.options.update == "sharded"
 
     @property
-    def codes(self) -> tuple[str, str]:
-        """Encodings of (the payload, new values) at the target density; a dense payload is in FP32."""
-        dense = self.options.density >= 1.0
-        update_code = self.options.update_code if self.sharded and not dense else "float32"
-        return "float32" if dense else self.options.code, update_code
+    def code(self) -> str:
+        """Encoding of the payload at the target density; a dense payload is in FP32."""
+        return "float32" if self.options.density >= 1.0 else self.options.code
 
     @property
     def scalar_reductions(self) -> int:
         """Number of scalar all-reduces: the finite flag and, with a sharded update, the norm."""
         return 2 if self.sharded else 1
 
-    def has_master(self, replicas: int) -> bool:
-        """Return whether there is an FP32 master copy of the weights."""
-        rounds = self.codes[1] != "float32"
-        return self.options.weights_dtype == "bfloat16" or (rounds and replicas > 1)
-
-    def shapes(self, model: LocalModel) -> Shapes:
-        """Return the shapes with `dense_names` flattened: tensors of one dimension have no mask."""
-        pairs = zip(model.names, model.shapes, strict=True)
-        return [(math.prod(s),) if name in self.options.dense_names else s for name, s in pairs]
+    @property
+    def has_master(self) -> bool:
+        """Whether there is an FP32 master copy of the weights, which are in BF16."""
+        return self.options.weights_dtype == "bfloat16"
 
     # --------------------------------------------------------------------------------------- exchange
 
@@ -121,11 +108,10 @@ class ScapeCost:
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
-        options, shapes = self.options, self.shapes(model)
+        options, shapes, code = self.options, model.shapes, self.code
         replicas = math.prod(level.size for level in levels)
-        code, update_code = self.codes
-        block = CODED_BLOCK if code in FORMATS else BFLOAT16_BLOCK if code == "bfloat16" else None
-        multiple = max(block or 1, CODED_BLOCK if update_code in FORMATS else 1)
+        block = CODED_BLOCK if code in FORMATS else None
+        multiple = block or 1
         own_mask = mask_bytes(shapes, options.density, replicas, options.block_size, options.selection)
         masks = CollectiveCall("all_gather", own_mask, hidden=True)
         if not self.sharded:
@@ -134,10 +120,9 @@ class ScapeCost:
             )
             return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(code)), masks]
         own = row_entries(shapes, options.density, replicas, options.block_size, multiple, options.selection)
-        encoded = encoded_size(update_code)
-        gathered = 4 * own if encoded is None else encoded(own)
         payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(code))
-        return [payload, CollectiveCall("all_gather", gathered), masks]
+        values = dtype_bytes(options.weights_dtype) if options.density < 1.0 else 4
+        return [payload, CollectiveCall("all_gather", values * own), masks]
 
     # ----------------------------------------------------------------------------------------- passes
 
@@ -147,7 +132,7 @@ class ScapeCost:
         Entries of a mask that are scattered in a tensor count as the sectors that contain them (`sector_bytes`);
         payloads are contiguous.
         """
-        options, shapes = self.options, self.shapes(model)
+        options, shapes = self.options, model.shapes
         n, k = count_entries(shapes), payload_entries(shapes, options.density, options.block_size)
         masks = 2 * block_layout(shapes, replicas, options.block_size).mask_bytes()
         bf16_weights = options.weights_dtype == "bfloat16"
@@ -167,10 +152,8 @@ class ScapeCost:
         # is a master; it writes the state and the new values. All ranks write the new values. BF16 weights decay by
         # their scale, without a pass over the entries.
         owned, sent = owned_entries(shapes, replicas, options.block_size), k / replicas
-        has_master = self.has_master(replicas)
-        update = 12 * sent + (3 if has_master else 4) * self._scattered(shapes) / replicas + masks + 4 * k
-        update += self._scattered(shapes, 2) if bf16_weights else 8 * n
-        update += 8 * owned if has_master else 0.0
+        update = 12 * sent + (3 if bf16_weights else 4) * self._scattered(shapes) / replicas + masks + 4 * k
+        update += self._scattered(shapes, 2) + 8 * owned if bf16_weights else 8 * n
         passes = {"finite": 4.0 * n, "pack": 12.0 * n + masks + (4 + 4) * k + 8 * owned, "squares and update": update}
         return passes | self._coding_bytes(shapes, k, replicas)
 
@@ -180,7 +163,7 @@ class ScapeCost:
 
     def carry_bytes(self, model: LocalModel) -> float:
         """Return the memory traffic of adding the last quantization error to the gradients, in bytes."""
-        shapes = self.shapes(model)
+        shapes = model.shapes
         return self._carry_bytes(shapes, payload_entries(shapes, self.options.density, self.options.block_size))
 
     def _carry_bytes(self, shapes: Shapes, sent: float) -> float:
@@ -189,19 +172,15 @@ class ScapeCost:
     def _coding_bytes(self, shapes: Shapes, sent: float, replicas: int) -> dict[str, float]:
         """Return the memory traffic of encoding and decoding in bytes.
 
-        Payload: read the error, add it to the gradient of the next step, and store it if this step is applied; write
-        the message, read all received messages, encode the owner's mean, read and decode the means. Values of a sharded
-        update: the owner reads its copy for the difference, and all replicas add the decoded difference.
+        Read the error, add it to the gradient of the next step, and store it if this step is applied; write the
+        message, read all received messages, encode the owner's mean, read and decode the means.
         """
-        (payload, values), own = map(encoded_size, self.codes), sent / replicas
-        total = 0.0
-        if payload is not None:
-            message = payload(int(sent)) / max(1.0, sent)
-            total += self._carry_bytes(shapes, sent) + (12 + 4 + message + 4 + message) * sent + (4 + 8) * own
-            total += 0.0 if self.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
-        if values is not None and self.options.update_code != "bfloat16":
-            message = values(int(sent)) / max(1.0, sent)
-            total += self._scattered(shapes) / replicas + (4 + message) * own + (message + 4 + 4) * sent
+        payload, own = encoded_size(self.code), sent / replicas
+        if payload is None:
+            return {}
+        message = payload(int(sent)) / max(1.0, sent)
+        total = self._carry_bytes(shapes, sent) + (12 + 4 + message + 4 + message) * sent + (4 + 8) * own
+        total += 0.0 if self.sharded else (4 + message + 4 + 20) * own + (message + 4) * sent
         return {"coding": total} if total else {}
 
     def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
@@ -216,14 +195,14 @@ class ScapeCost:
         """
         host = self.host_memory(model, replicas)
         state = host.get("state", 0.0)
-        whole = state if self.options.selection == "tensor" else min(state, 4.0 * sum(dense_sizes(self.shapes(model))))
+        whole = state if self.options.selection == "tensor" else min(state, 4.0 * sum(dense_sizes(model.shapes)))
         rest = host.get("master", 0.0) + host.get("owned master", 0.0) + (0.0 if self.sharded else whole)
         return 2 * state, 2 * rest
 
     # ----------------------------------------------------------------------------------------- memory
 
     def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        options, shapes = self.options, self.shapes(model)
+        options, shapes = self.options, model.shapes
         n, layout = count_entries(shapes), block_layout(shapes, replicas, options.block_size)
         # At density 1 the payload replaces the gradients in place.
         entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0
@@ -234,7 +213,7 @@ class ScapeCost:
         kinds |= {kind: value for kind, value in self._states(shapes, replicas).items() if kind not in offloaded}
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"),
-            "payload": payload + (0.0 if self.codes[0] == "float32" else 8.0 * entries),
+            "payload": payload + (0.0 if self.code == "float32" else 8.0 * entries),
             "mask lists": self._list_bytes(entries),
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
@@ -251,16 +230,16 @@ class ScapeCost:
 
     def _states(self, shapes: Shapes, replicas: int) -> dict[str, float]:
         """Return the bytes of the states by kind, on the device or on the host."""
-        n, has_master = 4.0 * count_entries(shapes), self.has_master(replicas)
+        n = 4.0 * count_entries(shapes)
         if not self.sharded:
-            return {"state": n} | ({"master": n} if has_master else {})
+            return {"state": n} | ({"master": n} if self.has_master else {})
         owned = 4.0 * owned_entries(shapes, replicas, self.options.block_size)
         states = {"state": n - 4.0 * sum(dense_sizes(shapes)), "owned moments": owned}
-        return states | ({"owned master": owned} if has_master else {})
+        return states | ({"owned master": owned} if self.has_master else {})
 
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the offloaded states in bytes; a state that is not larger than its buffers stays on the device."""
-        shapes, kinds_of = self.shapes(model), {"state": ("state",), "master": ("master", "owned master")}
+        shapes, kinds_of = model.shapes, {"state": ("state",), "master": ("master", "owned master")}
         kinds = {kind for name in self.options.offload for kind in kinds_of[name]}
         states, buffers = self._states(shapes, replicas), self._buffer_bytes(shapes, replicas)
         return {kind: value for kind, value in states.items() if kind in kinds and value > buffers}
@@ -274,7 +253,7 @@ class ScapeCost:
 
     def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
         """Return the memory by kind. Every replica has its own gradient, state, masks, payload and previous moment."""
-        options, shapes = self.options, self.shapes(model)
+        options, shapes = self.options, model.shapes
         n, layout = 4.0 * count_entries(shapes), block_layout(shapes, replicas, options.block_size)
         masks = replicas * (2.0 * layout.mask_bytes() + layout.wire_bytes(options.density, "block"))
         entries = payload_entries(shapes, options.density, options.block_size) if options.density < 1.0 else 0

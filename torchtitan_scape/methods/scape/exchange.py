@@ -1,17 +1,19 @@
-"""Exchange of SCAPE's payload and of the updated values.
+"""What SCAPE's replicas exchange in a step: payload, updated values, and masks.
 
 With a replicated update every replica receives the mean (SCAPE paper, Algorithm 1). With a sharded update the owner of
 an entry receives the mean, updates the entry, and sends the new value to all replicas (Algorithm 2).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchtitan_scape.kernels.scape.blocks import Mask
 from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PayloadChunk
-from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
 from torchtitan_scape.topology.chunks import (
     ConcatSource,
     RowSource,
@@ -35,146 +37,198 @@ class PayloadInFlight:
     """
 
     chunk: PayloadChunk
-    passes: ScapePasses
     handle: Handle
     code_error: Tensor | None = None
 
-    def wait(self) -> None:
-        """Wait for the mean, and store the quantization error for the next step."""
-        self.handle.wait()
-        if self.code_error is not None:
-            self.passes.keep_code_residual(self.chunk, self.code_error)
 
+class PayloadExchange(ABC):
+    """Exchange of the payload of the bound step.
 
-@dataclass(frozen=True)
-class Codecs:
-    """Encodings on the outermost level.
-
-    Attributes:
+    Args:
         codec: Encoding of the payload at the target density, with error feedback; None for FP32.
         warmup: Encoding of the payload during the density warm-up, without error feedback, because the buffer of the
             errors has the size of the target density. Tensors without a mask, and payloads whose mask is all ones (the
             first step, a full exchange), are sent in FP32.
-        update, warmup_update: Encodings of the new values of a sharded update. They need no error feedback: the owner
-            knows the values that all replicas hold.
     """
 
-    codec: Codec | None = None
-    warmup: Codec | None = None
-    update: Codec | None = None
-    warmup_update: Codec | None = None
+    def __init__(
+        self, passes: ScapePasses, collectives: ReplicaCollectives, codec: Codec | None, warmup: Codec | None
+    ) -> None:
+        self.passes, self.collectives, self.codec, self.warmup = passes, collectives, codec, warmup
 
-
-class ReplicatedExchange:
-    """All-reduce of the payload."""
-
-    def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, codecs: Codecs) -> None:
-        self.passes, self.collectives, self.codecs = passes, collectives, codecs
-        self._padding = [passes.payload[start:stop] for start, stop in passes.payload_padding]
-
+    @abstractmethod
     def start(self, chunk: PayloadChunk) -> PayloadInFlight:
         """Start averaging a packed chunk of the payload. Collective."""
+
+    def wait(self, sent: PayloadInFlight) -> None:
+        """Wait for the mean, and store the quantization error for the next step."""
+        sent.handle.wait()
+        if sent.code_error is not None:
+            self.passes.keep_code_residual(sent.chunk, sent.code_error)
+
+    @abstractmethod
+    def norm_squared(self, squares: Tensor) -> Tensor:
+        """Return the squared norm of the whole model, FP32 (), from this rank's sum of squares. Collective."""
+
+    def publish(self) -> None:
+        """Send the new values after the update. A replicated update sends none."""
+
+    @abstractmethod
+    def planned_bytes(self) -> float:
+        """Return the payload bytes that this rank sends in a step at the target density."""
+
+    def source(self) -> Source:
+        """Return the payload as a source of chunks if it is stored in place, not in a buffer."""
+        pieces = self.passes.pieces()
+        return ConcatSource(pieces) if isinstance(pieces, list) else pieces
+
+    def warmup_codec(self) -> Codec | None:
+        """Return the codec of the masked part of a payload in place; None for a mask of all ones."""
+        return None if self.passes.step.in_use.dense else self.warmup
+
+    def allocate_code_error(self, payload: Tensor) -> Tensor | None:
+        """Return an uninitialized tensor for the quantization error of the payload; None without a codec."""
+        return None if self.codec is None or self.collectives.is_fake else torch.empty_like(payload)
+
+
+class ReplicatedExchange(PayloadExchange):
+    """All-reduce of the payload."""
+
+    def start(self, chunk: PayloadChunk) -> PayloadInFlight:
         passes, collectives = self.passes, self.collectives
         if not passes.compact:
-            source, masked = source_of(passes), sum(passes.counts[: passes.sparsified])
-            coded = None if passes.step.in_use.dense else self.codecs.warmup
+            source, masked, coded = self.source(), sum(passes.counts[: passes.sparsified]), self.warmup_codec()
             if coded is None:
                 collectives.all_reduce_chunked(source)
             else:
                 collectives.all_reduce_chunked(SourceSlice(source, 0, masked), codec=coded)
                 collectives.all_reduce_chunked(SourceSlice(source, masked, source.entries))
-            return PayloadInFlight(chunk, passes, Handle())
-        if chunk.first == 0 and self._padding:
-            torch._foreach_zero_(self._padding)  # masks of the previous step were received in this buffer
-        payload, codec = passes.payload[chunk.start : chunk.stop], self.codecs.codec
-        code_error = allocate_code_error(payload, codec, collectives)
-        handle = collectives.all_reduce(payload, codec=codec, error=code_error)
-        return PayloadInFlight(chunk, passes, handle, code_error)
+            return PayloadInFlight(chunk, Handle())
+        if chunk.first == 0 and passes.payload_padding:  # masks of the previous step were received in this buffer
+            torch._foreach_zero_([passes.payload[start:stop] for start, stop in passes.payload_padding])
+        payload = passes.payload[chunk.start : chunk.stop]
+        code_error = self.allocate_code_error(payload)
+        handle = collectives.all_reduce(payload, codec=self.codec, error=code_error)
+        return PayloadInFlight(chunk, handle, code_error)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
-        """Return the squared norm of the whole model, FP32 (), from this rank's sum of squares. Collective."""
         return self.collectives.sum_over_model(squares)
 
-    def publish(self) -> None:
-        """Send the new values after the update. A replicated update sends none."""
-
     def planned_bytes(self) -> float:
-        """Return the payload bytes that this rank sends in a step at the target density."""
         if not self.passes.entries:
             return self.collectives.reduced_bytes(sum(self.passes.sizes))
-        return self.collectives.reduced_bytes(self.passes.entries, self.codecs.codec)
+        return self.collectives.reduced_bytes(self.passes.entries, self.codec)
 
 
-class ShardedExchange:
+class ShardedExchange(PayloadExchange):
     """Reduce-scatter of the payload to its owners, all-gather of the new values."""
 
-    def __init__(
-        self, passes: ScapePasses, owner: ShardedUpdate, collectives: ReplicaCollectives, codecs: Codecs
-    ) -> None:
-        self.passes, self.owner, self.collectives, self.codecs = passes, owner, collectives, codecs
+    @property
+    def owner(self) -> ShardedUpdate:
+        assert self.passes.owner is not None
+        return self.passes.owner
 
     def start(self, chunk: PayloadChunk) -> PayloadInFlight:
-        passes, collectives = self.passes, self.collectives
+        passes, collectives, every = self.passes, self.collectives, len(self.passes.counts)
         if not passes.compact:
-            for rows, codec in self._rows(self.codecs.warmup):
-                reduce_scatter_chunked(collectives, rows, codec)
-            return PayloadInFlight(chunk, passes, Handle())
+            source, coded = self.source(), self.warmup_codec()
+            masked = every if coded is None else passes.sparsified
+            reduce_scatter_chunked(collectives, self._rows(source, 0, masked), coded)
+            if masked < every:
+                reduce_scatter_chunked(collectives, self._rows(source, masked, every), None)
+            return PayloadInFlight(chunk, Handle())
         self.owner.clear_padding(passes.payload, passes.payload_layout.positions, passes.counts)
-        codec = self.codecs.codec
-        code_error = allocate_code_error(passes.payload, codec, collectives)
-        handle = collectives.reduce_scatter(passes.payload, codec=codec, error=code_error)
-        return PayloadInFlight(chunk, passes, handle, code_error)
+        code_error = self.allocate_code_error(passes.payload)
+        handle = collectives.reduce_scatter(passes.payload, codec=self.codec, error=code_error)
+        return PayloadInFlight(chunk, handle, code_error)
 
     def norm_squared(self, squares: Tensor) -> Tensor:
         return self.collectives.sum_over_owners(squares)
 
     def publish(self) -> None:
-        passes, collectives, update = self.passes, self.collectives, self.codecs.update
-        payload = passes.payload
-        if not passes.compact:
-            for rows, codec in self._rows(self.codecs.warmup_update):
-                all_gather_chunked(collectives, rows, codec)
-        elif update is None:
-            collectives.all_gather(self.owner.value_buffer(payload), self.owner.values(payload), kind="values").wait()
-        elif collectives.replicas > 1:
-            # Some codes cannot represent zero. Decoded padding of the payload must not affect the scales of the values.
-            self.owner.clear_padding(payload, passes.payload_layout.positions, passes.counts)
-            rows = payload.view(collectives.replicas, -1)
-            handle, messages = collectives.all_gather_encoded(rows[self.owner.owner], update, kind="values")
-            handle.wait()
-            update.decode(messages, rows)
+        passes, owner, payload = self.passes, self.owner, self.passes.payload
+        if passes.compact:
+            self.collectives.all_gather(owner.value_buffer(payload), owner.values(payload), kind="values").wait()
+        else:
+            all_gather_chunked(self.collectives, self._rows(self.source(), 0, len(passes.counts)), None)
 
     def planned_bytes(self) -> float:
         replicas, entries = self.collectives.replicas, self.passes.entries
         if not entries:
             rows = -(-self.owner.longest_row // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
             return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
-        row, codec = entries // replicas, self.codecs.update
-        own = codec.message_bytes(row) if codec else (2 if self.owner.rounds_values else 4) * row
-        return self.collectives.scattered_bytes(entries, self.codecs.codec) + self.collectives.gathered_bytes(own)
+        own = (2 if self.owner.scaled else 4) * (entries // replicas)
+        return self.collectives.scattered_bytes(entries, self.codec) + self.collectives.gathered_bytes(own)
 
-    def _rows(self, codec: Codec | None) -> list[tuple[RowSource, Codec | None]]:
-        """Return the in-place payload as one row per owner, with the codec of each source.
+    def _rows(self, source: Source, first: int, end: int) -> RowSource:
+        """Return the slices [first, end) of the payload in place as one row per owner."""
+        return RowSource(source, self.owner.stretches(self.passes.counts, first, end))
+
+
+class DelayedMasks:
+    """The mask in use (A), the previous mask (P), and the all-gather of the next one.
+
+    Each replica selects in its share of the blocks, and the mask is used one step later (SCAPE paper, Section IV-A and
+    Figure 7). The asynchronous all-gather starts at the end of a step, when the payload's buffer is free to receive it.
+    The next step waits for it before it first uses the mask.
+    """
+
+    def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, device: torch.device) -> None:
+        self._passes, self.layout, self.collectives = passes, passes.layout, collectives
+        self.in_use, self.previous = (Mask(_new_bits(self.layout.mask_bytes(), device)) for _ in range(2))
+        # (handle, received selections, density) of the exchange in flight.
+        self._in_flight: tuple[Handle, Tensor | None, float] | None = None
+        self._received = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def moment_masks(self, applied: bool) -> tuple[Mask, Mask]:
+        """Return (the mask on which the first moment is stored, the other of the two masks).
+
+        Between an applied step and `rotate` the moment is stored on the mask in use; after `rotate`, or after a skipped
+        step, on the previous mask.
 
         Args:
-            codec: Encoding of the tensors with a mask; the others are sent in FP32.
+            applied: Whether the last step was applied.
         """
-        source, passes, every = source_of(self.passes), self.passes, len(self.passes.counts)
-        if codec is None or passes.step.in_use.dense:
-            return [(RowSource(source, self.owner.stretches(passes.counts, 0, every)), None)]
-        masked = RowSource(source, self.owner.stretches(passes.counts, 0, passes.sparsified))
-        return [
-            (masked, codec),
-            (RowSource(source, self.owner.stretches(passes.counts, passes.sparsified, every)), None),
-        ]
+        if self._in_flight is not None and applied:
+            return self.in_use, self.previous
+        return self.previous, self.in_use
+
+    def exchange(self, own: Tensor | None, density: float) -> None:
+        """Start the all-gather of the next mask. Collective.
+
+        The selections are received in the payload buffer, which is not used before the next step, if they fit.
+
+        Args:
+            own: This replica's encoded selection, uint8; None for a mask of all ones.
+            density: Density of the next mask.
+        """
+        handle, received = Handle(), own
+        if own is not None and not self.collectives.is_fake and self.collectives.replicas > 1:
+            received = self._receive_buffer(self.collectives.replicas * own.shape[-1])
+            handle = self.collectives.all_gather(received, own)
+        self._in_flight = (handle, received, density)
+
+    def _receive_buffer(self, size: int) -> Tensor:
+        spare = self._passes.payload.view(-1).view(torch.uint8)
+        if spare.numel() >= size:
+            self._received = spare[:0]
+            return spare[:size]
+        if self._received.numel() != size:
+            self._received = torch.empty(size, dtype=torch.uint8, device=spare.device)
+        return self._received
+
+    def rotate(self, was_applied: bool) -> None:
+        """Wait for the exchange, and use the received mask from now on if its step was applied; otherwise drop it."""
+        if self._in_flight is None:
+            return
+        handle, received, density = self._in_flight
+        self._in_flight = None
+        handle.wait()
+        if was_applied:
+            self._passes.rotate(received, density, self.in_use.bits, self.previous.bits)
+            self.previous.density, self.in_use.density = self.in_use.density, density
 
 
-def source_of(passes: ScapePasses) -> Source:
-    """Return the payload as a source of chunks if it is stored in place, not in a buffer."""
-    pieces = passes.pieces()
-    return ConcatSource(pieces) if isinstance(pieces, list) else pieces
-
-
-def allocate_code_error(payload: Tensor, codec: Codec | None, collectives: ReplicaCollectives) -> Tensor | None:
-    """Return an uninitialized tensor for the quantization error of the payload; None without a codec."""
-    return None if codec is None or collectives.is_fake else torch.empty_like(payload)
+def _new_bits(size: int, device: torch.device) -> Tensor:
+    """Return zeros, uint8 (size,), in a storage of full 32-bit words, because the kernels write words."""
+    return torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=device)[:size]

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
@@ -17,7 +17,7 @@ from torchtitan_scape.topology.layout import Layout
 
 logger = logging.getLogger(__name__)
 
-Code = Literal["float32", "bfloat16", "int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
+Code = Literal["float32", "int8", "int4", "2bit", "1bit"]
 
 
 @dataclass
@@ -45,36 +45,23 @@ class ScapeOptions(MethodOptions):
 
     staleness_scaling: bool = True
     """Scale the step of entries that enter the mask by the number of steps outside it, averaged over their row and
-    column (not in the paper)"""
-
-    max_staleness: float = 1000
-    """Upper limit of that factor"""
-
-    keep_moment: float = 0.5
-    """Factor on the moment of an entry after its first, scaled step in the mask; 1 for none. Below 1, at the target
-    density, such an entry is not selected for the next mask if any other entry is available"""
-
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged uncompressed although they have two or more dimensions"""
+    column, at most by 1000, and halve their moment (not in the paper). At the target density, such an entry is not
+    selected for the next mask if any other entry is available"""
 
     clip_mode: Literal["moment", "literal"] = "moment"
     """Apply training.max_norm to the gradient in both moments, or only in the second (as printed in the paper)"""
 
     code: Code = field(default="float32", metadata=LAYOUT)
-    """Encoding of the payload between nodes: FP32, BF16, or a code with blocks of 128 entries. The quantization error
-    is stored (FP32, 4 bytes per entry sent) and sent later. With a code, payloads of the density warm-up use INT8"""
+    """Encoding of the payload between nodes: FP32, or a code with blocks of 128 entries. The quantization error is
+    stored (FP32, 4 bytes per entry sent) and sent later. With a code, payloads of the density warm-up use INT8"""
 
     update: Literal["replicated", "sharded"] = field(default="replicated", metadata=LAYOUT)
     """Every replica updates its own copy ("replicated"), or each entry's owner updates it and sends the new value to
     all replicas ("sharded", Algorithm 2)"""
 
-    update_code: Code = field(default="float32", metadata=LAYOUT)
-    """With "sharded", the encoding of new values. With BF16 or a code the owner keeps an FP32 master of its share; a
-    code encodes the difference to the value that all replicas hold"""
-
     weights_dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata=LAYOUT)
-    """Dtype of the weights on every replica. With BF16 each entry's owner keeps the FP32 master ("sharded"), or every
-    replica does ("replicated", which saves memory only if the master is offloaded)"""
+    """Dtype of the weights on every replica. With BF16 each entry's owner keeps the FP32 master and sends BF16 values
+    ("sharded"), or every replica keeps it ("replicated", which saves memory only if the master is offloaded)"""
 
     offload: list[str] = field(default_factory=list, metadata=FREE)
     """States in host memory between their uses: "state" (moment and residual), "master" (FP32 master weights); for each
@@ -87,24 +74,16 @@ class ScapeOptions(MethodOptions):
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
         self.require(0.0 <= self.bytes < 1.0, "bytes", "it must lie in (0, 1), for example 0.012, or be 0 for none")
-        known = self.selection == "block" and not self.dense_names
-        advice = 'it requires selection = "block" and no dense_names: remove these, or set it to 0'
-        self.require(known or not self.bytes, "bytes", advice)
+        advice = 'it requires selection = "block": remove that, or set it to 0'
+        self.require(self.selection == "block" or not self.bytes, "bytes", advice)
         self.require(self.density_warmup_steps >= 0, "density_warmup_steps", "it must be 0 (none) or more")
         whole = self.block_size % 8 == 0 and 8 <= self.block_size <= 32768
         self.require(whole, "block_size", "it must be a multiple of 8 from 8 to 32768")
-        self.require(self.max_staleness >= 1, "max_staleness", "it must be 1 or more")
-        self.require(0.0 <= self.keep_moment <= 1.0, "keep_moment", "it must lie in [0, 1]")
         large = self.chunk_bytes == 0 or self.chunk_bytes >= 4
         advice = f"it must be 4 or more, for example {1 << 24}, or 0 for the cost model's choice"
         self.require(large, "chunk_bytes", advice)
-        sends_values = self.update == "sharded" or self.update_code == "float32"
-        self.require(sends_values, "update_code", 'it requires update = "sharded"; other updates send no values')
         self.require({"state", "master"}.issuperset(self.offload), "offload", 'it may contain "state" and "master"')
-        rounded = self.weights_dtype == "float32" or self.update_code in ("float32", "bfloat16")
-        self.require(rounded, "update_code", 'it must be "float32" or "bfloat16" with weights_dtype = "bfloat16"')
-        budgeted = self.bytes > 0 and self.update == "sharded"  # the budget will choose a code for the new values
-        has_master = self.weights_dtype == "bfloat16" or self.update_code != "float32" or budgeted
+        has_master = self.weights_dtype == "bfloat16"
         advice = 'FP32 weights have no separate master; set weights_dtype = "bfloat16", or remove "master"'
         self.require(has_master or "master" not in self.offload, "offload", advice)
 
@@ -151,16 +130,10 @@ class ScapeOptions(MethodOptions):
         text = f"{self.method_name()} {self.density:g}"
         text += "" if self.code == "float32" else f" {short_name(self.code)}"
         text += " sharded" if self.update == "sharded" else ""
-        text += "" if self.update_code == "float32" else f" {short_name(self.update_code)} values"
         return text + (" bf16 weights" if self.weights_dtype == "bfloat16" else "")
 
     def offloaded(self) -> tuple[str, ...]:
         return tuple(self.offload)
 
     def without_memory_savings(self) -> Self:
-        return replace(self, update="replicated", update_code="float32", weights_dtype="float32", offload=[])
-
-    def fingerprint(self) -> dict[str, Any]:
-        # These two have no effect without staleness scaling.
-        unused = {} if self.staleness_scaling else {"max_staleness": None, "keep_moment": None}
-        return super().fingerprint() | unused
+        return replace(self, update="replicated", weights_dtype="float32", offload=[])

@@ -6,8 +6,7 @@
 import math
 
 from torchtitan_scape.core.workloads import Shapes
-from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.kernels.scape.ownership import Ownership
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership
 from torchtitan_scape.methods.codes import encoded_size
 
 SECTOR = 32  # bytes that a GPU's memory moves at least

@@ -13,20 +13,24 @@ of these tensors, for every entry of a local shard:
     weight    BF16, the stored numbers of scaled parameters.
 
 Every step conserves applied + pending updates, with pending = b1 * moment + mean over replicas of the residuals.
+`checkpoint.migration` states the rule of loading. Blocks, payloads and masks follow the layout: under another layout
+the next step is dense and sends all that is pending. Notation: `held` is P by entry, bool (n,), or None for all ones.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import local, stored
+from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
-from torchtitan_scape.kernels.scape.updaters import ShardedUpdate
+from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.methods.imported import CheckpointReader, ImportedState, SavedValues
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.scape.components import ScapeComponents
+from torchtitan_scape.methods.scape.exchange import DelayedMasks
 
 
 def before_decay(residual: Tensor, beta1: float) -> Tensor:
@@ -49,18 +53,24 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 class StateByParameter:
-    """SCAPE's state by parameter. Parameters are numbered as in `scape.ordered`, sparsified ones first."""
+    """SCAPE's state by parameter. Parameters are numbered as in `scape.ordered`, sparsified ones first.
 
-    def __init__(self, scape: ScapeComponents) -> None:
-        self.scape, self.passes, self.masks = scape, scape.passes, scape.masks
-        self.owner = self.passes.updater if isinstance(self.passes.updater, ShardedUpdate) else None
-        self.blocks: BlockLayout = self.passes.updater.tensors
+    Args:
+        scape: The `ScapeMethod`, which imports this file.
+    """
+
+    def __init__(self, scape: Any) -> None:
+        self.scape = scape
+        self.passes: ScapePasses = scape.passes
+        self.masks: DelayedMasks = scape.masks
+        self.owner = self.passes.owner
+        self.blocks: BlockLayout = self.passes.tensors
         self.rounds = self.passes.code_residual.numel() > 0
         self.names = [shard.name for shard in scape.ordered]
         self.sparsified = len(self.blocks.sizes)
         # The tensors of the passes that contain a parameter: (number, first entry, end).
         self.slices: list[list[tuple[int, int, int]]] = [[] for _ in self.names]
-        for i, (parameter, start, end) in enumerate(self.passes.updater.slices):
+        for i, (parameter, start, end) in enumerate(self.passes.slices):
             self.slices[parameter].append((i, start, end))
 
     # ------------------------------------------------------------------------------------------- saving
@@ -80,29 +90,29 @@ class StateByParameter:
             residual: "exact"; "mean", which adds the mean over replicas to `moment`; or "drop".
         """
         self.passes.finish()
-        found: dict[tuple[str, str], Tensor] = {}
+        tensors: dict[tuple[str, str], Tensor] = {}
         for i, (name, shard) in enumerate(zip(self.names, self.scape.ordered, strict=True)):
             shape, held = local(shard.parameter).shape, self._held(i)
             if i < self.sparsified:
-                found["mask", name] = self._mask_bytes(i, held).view(shape)
+                tensors["mask", name] = self._mask_bytes(i, held).view(shape)
             if residual == "exact" and self.one_buffer:
                 kind = "residual" if i < self.sparsified else "moment"
-                found[kind, name] = self.passes.kept("state")[i].view(shape)
+                tensors[kind, name] = self.passes.kept("state")[i].view(shape)
             else:
                 moment, own = self._parts(i, held)
                 if residual == "exact" and (i < self.sparsified or self.rounds):
-                    found["residual", name] = own.view(shape).cpu()
+                    tensors["residual", name] = own.view(shape).cpu()
                 elif residual == "mean":
                     self.scape.collectives.sum_over_replicas(own)
                     moment = self.with_residual(i, moment, own.div_(self.scape.collectives.replicas), held)
                 elif residual == "drop" and held is not None:
                     moment = torch.where(held, moment, 0.0)
-                found["moment", name] = moment.view(shape).cpu()
+                tensors["moment", name] = moment.view(shape).cpu()
             if (master := self._master(i)) is not None:
-                found["master", name] = master.view(shape)
-            if self.owner is not None and self.scape.bf16_weights:
-                found["weight", name] = stored(shard.parameter)
-        return found
+                tensors["master", name] = master.view(shape)
+            if self.owner is not None and self.owner.scaled:
+                tensors["weight", name] = stored(shard.parameter)
+        return tensors
 
     def moment_and_residual(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the first moment and this replica's residual, FP32 (n,). Collective."""
@@ -120,8 +130,7 @@ class StateByParameter:
         kinds: dict[str, dict[str, Tensor]] = {}
         for (kind, name), values in self.tensors(residual).items():
             kinds.setdefault(kind, {})[name] = values
-        found = [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()]
-        return found + self.layout_states()
+        return [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()] + self.layout_states()
 
     def layout_states(self) -> list[State]:
         """Return the tensors that only the same layout can use. No communication."""
@@ -138,20 +147,19 @@ class StateByParameter:
         every, sparse = sum(counts), sum(counts[: self.sparsified])
         rows = self.scape.collectives.replicas if residual == "exact" else 0
         in_one = residual == "exact" and self.one_buffer
-        found = {
+        sizes = {
             "moment": 4 * (every - sparse if in_one else every),
             "residual": 4 * rows * (every if self.rounds else sparse),
             "mask": sparse,
             "master": 4 * every if self.has_master else 0,
-            "weight": 2 * every if self.owner is not None and self.scape.bf16_weights else 0,
+            "weight": 2 * every if self.owner is not None and self.owner.scaled else 0,
         }
-        return {kind: size for kind, size in found.items() if size}
+        return {kind: size for kind, size in sizes.items() if size}
 
     def extras(self) -> dict[str, Tensor]:
         """Return the tensors that only the same layout can use: visit rates, FP32, and weight scales, float64."""
-        visits, scales = self.passes.visits, None if self.owner is None else self.owner.scales
-        found = {} if visits is None else {"visits": visits.rates}
-        return found if scales is None or not scales.numel() else found | {"scales": scales}
+        extras = {} if self.passes.visits is None else {"visits": self.passes.visits.rates}
+        return extras | {"scales": self.owner.scales} if self.owner is not None and self.owner.scaled else extras
 
     def record(self) -> dict[str, Any]:
         """Return the state that is not a tensor, as plain values."""
@@ -184,7 +192,7 @@ class StateByParameter:
 
     def learned_extras(self) -> None:
         """Apply the loaded scales. Call it after loading the tensors of `extras`."""
-        if self.owner is not None and self.scape.bf16_weights:
+        if self.owner is not None and self.owner.scaled:
             self.owner.load_scales(self.owner.scales)
 
     @torch.no_grad()
@@ -371,3 +379,162 @@ class StateByParameter:
                 elif self.owner.owns(number):
                     self.owner.share_of(self.owner.common, number)[where] += increment
         errors.zero_()
+
+
+# ------------------------------------------------------------------------------------- loading a checkpoint
+
+
+class ImportedScapeState(ImportedState):
+    """A parameter's state as SCAPE saved it.
+
+    Attributes:
+        moment: FP32 (n,): the first moment on P; elsewhere the part of the residual that replicas share.
+        own: FP32 (rows, n): the replicas' residuals, in units of the first moment; None if they were not saved.
+        held: Bool (n,), or None for all ones.
+    """
+
+    def __init__(self, kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> None:
+        super().__init__(kinds)
+        self.reader, saved, mask = reader, reader.saved["scape"], kinds.get("mask")
+        self.held = None if mask is None or saved["densities"][1] == 1.0 else (mask > 1).to(device)
+        own = kinds["residual"].to(device) if "residual" in kinds else None
+        if "moment" in kinds:
+            moment = kinds["moment"].to(device)
+        else:  # every row contains it
+            assert own is not None
+            row = own[0] if len(own) else torch.zeros(own.shape[1], dtype=torch.float32, device=device)
+            moment = row.clone() if self.held is None else row.masked_fill(~self.held, 0.0)
+        if own is not None and saved["one_buffer"]:
+            reader.broadcast_if_replica_counts_differ(moment)
+            own = off_mask(own, self.held)
+        self.moment, self.own = moment, own
+        if "master" in kinds:  # the saved model is in BF16
+            self.weights = SavedValues(reader, None, kinds["master"].to(device))
+
+    @cached_property
+    def exp_avg(self) -> SavedValues:  # type: ignore[override]
+        return SavedValues(self.reader, None, on_mask(self.moment, self.held))
+
+    @cached_property
+    def pending(self) -> SavedValues:  # type: ignore[override]
+        """The residual in mean units of gradients: SCAPE stores (1 - beta1) times that."""
+        units = 1.0 - float(self.reader.saved["betas"][0])
+        own = None if self.own is None else self.own / units
+        return SavedValues(self.reader, own, off_mask(self.moment, self.held) / units)
+
+
+def import_scape_state(
+    kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device, decode: Any = None
+) -> ImportedState:
+    """Interpret what SCAPE saved. Collective. See `methods.imported.import_state`."""
+    return ImportedScapeState(kinds, reader, device)
+
+
+class ScapeImport:
+    """Loads a checkpoint into one replica's SCAPE.
+
+    Args:
+        same_layout: Method, layout and options are those of the run that saved, as far as the state depends on them.
+    """
+
+    def __init__(self, state: StateByParameter, reader: CheckpointReader, same_layout: bool, step: int) -> None:
+        self.state, self.reader, self.same_layout = state, reader, same_layout
+        saved: dict[str, Any] | None = reader.saved.get("scape")
+        if saved is None:
+            counters = {"attempted_steps": step, "applied_steps": reader.applied_steps()}
+            self.state.put_record(counters, [1.0, 1.0])
+        else:
+            # P keeps its density: the host concludes from it that the mask is not all ones.
+            self.state.put_record(saved, list(saved["densities"]) if same_layout else [1.0, saved["densities"][1]])
+
+    def parameter(self, shard: Shard, imported: ImportedState, row: int) -> bool:
+        """Load one parameter into this process's replica `row`. Collective.
+
+        Returns:
+            Whether pending gradients were added to the first moment.
+        """
+        if isinstance(imported, ImportedScapeState):
+            self._from_scape(shard, imported, row)
+            return False
+        self._from_another_method(shard, imported)
+        return imported.pending is not None
+
+    def finish(self) -> None:
+        """Load the tensors that only the same layout can use. Collective.
+
+        Some may be missing: rates of visits that the saving run did not need are learned again within a few steps.
+        """
+        if self.same_layout:
+            self.reader.fill_of_this_shard(self.state.layout_states())
+            self.state.learned_extras()
+
+    def _from_another_method(self, shard: Shard, imported: ImportedState) -> None:
+        """Pending gradients of other methods are added to the first moment."""
+        state, i = self.state, self.state.names.index(shard.name)
+        if imported.exp_avg is None:
+            moment = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
+        else:
+            moment = imported.exp_avg.mean
+        if imported.pending is not None:
+            moment = state.with_residual(i, moment, imported.pending.mean * (1.0 - state.beta1(i)), None)
+        state.put(i, moment, None, None)
+        self._put_weights(i, shard, None, imported.mean_weights())
+
+    def _from_scape(self, shard: Shard, imported: ImportedScapeState, row: int) -> None:
+        state, i, kinds = self.state, self.state.names.index(shard.name), imported.kinds
+        moment, own, held = imported.moment, imported.own, imported.held
+        if i < state.sparsified:
+            mask = kinds.get("mask")
+            used = None if mask is None else mask % 2 > 0
+            for target, bits in ((state.masks.in_use, used), (state.masks.previous, held)):
+                entries = torch.ones(shard.size, dtype=torch.bool, device="cpu") if bits is None else bits
+                state.put_mask(i, entries, target)
+        if not self.same_layout or own is None:
+            moment, own = self._for_another_layout(i, moment, own, held)
+            if i >= state.sparsified and held is not None:  # dense from now on: it keeps no residual
+                moment, own, held = self._without_residual(i, moment, own, held), None, None
+        state.put(i, moment, None if own is None else own[row].clone(), held)
+        self._put_weights(i, shard, kinds.get("weight") if self.same_layout else None, kinds.get("master"))
+
+    def _for_another_layout(
+        self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (moment, own residuals (rows, n)) for a run that continues from another layout."""
+        reader = self.reader
+        if own is None:
+            return moment, None  # saved as a mean, which the moment contains off P
+        if reader.same_count and not reader.saved["scape"]["rounds"]:
+            return moment, own
+        mean = reader.mean(own)
+        # Rounding errors of the payload are on P, where another layout stores no residual.
+        moment = self.state.with_residual(i, moment, on_mask(mean, held), held)
+        if not reader.same_count:
+            own = mean.expand(reader.simulated, -1).clone()
+        return moment, off_mask(own, held)
+
+    def _without_residual(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
+        """Return the first moment (n,) with the mean of all residuals in it."""
+        residual = off_mask(moment, held)
+        if own is not None:
+            residual = residual + self.reader.mean_of_this_run(own)
+        return self.state.with_residual(i, on_mask(moment, held), residual, None)
+
+    def _put_weights(self, i: int, shard: Shard, weight: Tensor | None, master: Tensor | None) -> None:
+        """Load what the checkpoint's model does not determine to the last bit: BF16 weights, and FP32 masters."""
+        if self.state.has_master:
+            self.state.put_master(i, self.reader.model(shard) if master is None else master)
+        own = local(shard.parameter).detach()
+        if weight is not None:
+            stored(shard.parameter).copy_(weight.view(own.shape))
+        elif master is not None and not self.same_layout:
+            own.copy_(master.view(own.shape))
+
+
+def on_mask(values: Tensor, held: Tensor | None) -> Tensor:
+    """Return values (n,) or (rows, n) with zeros off P."""
+    return values if held is None else values.masked_fill(~held, 0.0)
+
+
+def off_mask(values: Tensor, held: Tensor | None) -> Tensor:
+    """Return values (n,) or (rows, n) with zeros on P."""
+    return torch.zeros_like(values) if held is None else values.masked_fill(held, 0.0)
