@@ -94,13 +94,9 @@ class Layout:
 
     def level(self, rank_a: int, rank_b: int) -> str:
         """Return the level of the link between two ranks: the innermost level on which they share a unit."""
-        if self.node(rank_a) != self.node(rank_b):
-            return "network"
-        local_a, local_b = rank_a % self.ranks_per_node, rank_b % self.ranks_per_node
-        for level in self.machine.levels:
-            if level.name in ("node", "network") or local_a // level.ranks == local_b // level.ranks:
-                return "node" if level.name == "network" else level.name
-        return "node"
+        return next(
+            level.name for level in self.machine.levels if self._unit(level, rank_a) == self._unit(level, rank_b)
+        )
 
     def successor_level(self, rank: int, group: tuple[int, ...]) -> str:
         """Return the level of the link from `rank` to the next rank of `group`, which is cyclic."""
