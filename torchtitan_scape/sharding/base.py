@@ -77,26 +77,24 @@ class ShardedParamGroup:
 
     def check_gather(self, output: Tensor, local: Tensor, group: ProcessGroup, ranks: int) -> None:
         """Raise RuntimeError, on every rank, if FSDP2 all-gathers anything other than this group's row."""
-        self._check("all-gather", ranks, group, entries(self.gathered), local.numel(), output.numel())
+        self._check("all-gather", group.size(), ranks, self.gathered, local.numel(), output.numel())
 
     def check_reduce(self, output: Tensor, flat: Tensor, group: ProcessGroup, op: Any, ranks: int) -> None:
         """Raise RuntimeError, on every rank, if FSDP2 does not reduce-scatter this group's flat buffer by a sum."""
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(f"FSDP's reduce-scatter of {self.name} has op {op}; its replacement only supports SUM")
-        self._check("reduce-scatter", ranks, group, entries(self.reduced), output.numel(), flat.numel())
+        self._check("reduce-scatter", group.size(), ranks, self.reduced, output.numel(), flat.numel())
 
     def check_row(self, reduced: Tensor) -> None:
         """Apply `check_reduce` to the tensor that FSDP2 passes to its all-reduce hook on a shard axis of one rank."""
-        self._check_sizes("reduce-scatter", 1, entries(self.reduced), reduced.numel(), reduced.numel())
+        self._check("reduce-scatter", 1, 1, self.reduced, reduced.numel(), reduced.numel())
 
-    def _check(self, collective: str, ranks: int, group: ProcessGroup, row: int, local: int, total: int) -> None:
-        if group.size() != ranks:
-            raise RuntimeError(f"FSDP's {collective} of {self.name} is over {group.size()} ranks; expected {ranks}")
-        self._check_sizes(collective, ranks, row, local, total)
-
-    def _check_sizes(self, collective: str, ranks: int, row: int, local: int, total: int) -> None:
-        if (local, total) != (row, ranks * row):
-            slices = self.gathered if collective == "all-gather" else self.reduced
+    def _check(
+        self, collective: str, actual: int, ranks: int, slices: tuple[ParameterSlice, ...], local: int, total: int
+    ) -> None:
+        if actual != ranks:
+            raise RuntimeError(f"FSDP's {collective} of {self.name} is over {actual} ranks; expected {ranks}")
+        if (local, total) != (row := entries(slices), ranks * row):
             raise RuntimeError(
                 f"FSDP's {collective} of {self.name} has {local} of {total} entries; expected {row} of {ranks * row} "
                 f"({', '.join(slice_.name for slice_ in slices)}). A parameter that a micro-batch did not use, or "
