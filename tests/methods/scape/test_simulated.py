@@ -214,14 +214,15 @@ def test_replicas_keep_their_threads_while_they_exist() -> None:
             raise KeyError("of replica 1")
         return threading.get_ident()
 
-    simulated, found = SimulatedReplicas(3), []
-    before = set(threading.enumerate())  # also those of replicas of other tests, which may end
+    simulated, found, before = SimulatedReplicas(3), [], set[threading.Thread]()
     for fails in (False, True, False):
         if fails:
             with pytest.raises(KeyError, match="of replica 1"):
                 simulated.run(work)
         else:
             found.append(simulated.run(work))
+        # The first run starts the threads. Those of replicas of other tests may end.
+        before = before or set(threading.enumerate())
     assert found[0] == found[1] and len(set(found[0])) == 3 and set(threading.enumerate()) <= before
     threads = [thread for thread in threading.enumerate() if thread.ident in found[0][1:]]
     del simulated
