@@ -23,12 +23,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchtitan_scape.checkpoint import best
+from torchtitan_scape.checkpoint.safe_load import one_process
 from torchtitan_scape.checkpoint.storage import CheckedWriter
 from torchtitan_scape.checkpoint.whole import (
     CheckpointInfo,
     check_shapes,
     finished_steps,
-    one_process,
     open_checkpoint,
     read_model,
 )

@@ -205,9 +205,12 @@ class GlobalLayout:
         # A mesh without names (`fully_shard(model)`) has all dimensions but the replicas'.
         return parameter.device_mesh.mesh_dim_names or self._mesh.mesh_dim_names[1:]
 
-    def of_optimizer(self, state: dict[str, Any], shards: Sequence[LocalShard]) -> dict[str, Any]:
-        """Return an optimizer's state (flat, "state.NAME.KIND") with slices as in `whole`. Memory is shared."""
-        slices = {shard.name: shard.parameter for shard in shards if is_slice(shard.parameter)}
+    def of_optimizer(self, state: dict[str, Any], slices: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return an optimizer's state (flat, "state.NAME.KIND") with slices as in `whole`. Memory is shared.
+
+        Args:
+            slices: the result of `slices_of`.
+        """
         wrapped = dict(state)
         for key, values in state.items() if slices else ():
             parameter = slices.get(key.removeprefix("state.").rpartition(".")[0])
@@ -223,6 +226,11 @@ class GlobalLayout:
     def share_at_most(self, count: int) -> int:
         """Return the largest `share` of all ranks."""
         return count if self.simulated > 1 else -(-count // self.replicas)
+
+
+def slices_of(shards: Sequence[LocalShard]) -> dict[str, Tensor]:
+    """Return the parameters that are slices, by name."""
+    return {shard.name: shard.parameter for shard in shards if is_slice(shard.parameter)}
 
 
 def _after_rows(placement: Any) -> Any:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout
+from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, slices_of
 from torchtitan_scape.checkpoint.metadata import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, load_into
-from torchtitan_scape.checkpoint.state import PREFIX, WEIGHTS, needs_second_moment, saved_weights, shard_key, stores
+from torchtitan_scape.checkpoint.state import PREFIX, WEIGHTS, saved_weights, stores
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.matrix_choice import other_choice
@@ -44,6 +44,7 @@ class StateReader:
     ) -> None:
         self.path, self.saved, self.layout, self._prefix = path, saved, layout, prefix
         self._optimizer, self._shards, self._collectives = optimizer, optimizer.shards(), optimizer.collectives
+        self._slices = slices_of(self._shards)
         self._entries = {
             name.removeprefix("optimizer."): entry
             for name, entry in CheckedReader(path).read_metadata().state_dict_metadata.items()
@@ -92,21 +93,21 @@ class StateReader:
         by_parameter: list[dict[str, Tensor]] = []
         keys: dict[str, Tensor] = {}
         for shard in shards:
-            kinds: dict[str, Tensor] = {}
+            kinds, shape = dict[str, Tensor](), shard.local_shape
             for kind, stored in self._kinds.items():
                 if self.has(key := f"{stored}.{shard.name}"):
                     rows = (self.layout.share(self.replicas),) if self.saved["states"][kind]["per_replica"] else ()
                     dtype = cast(TensorStorageMetadata, self._entries[key]).properties.dtype
-                    target = torch.empty((*rows, *shard.local_shape), dtype=dtype, device="cpu")
+                    target = torch.empty((*rows, *shape), dtype=dtype, device="cpu")
                     keys[key] = (
                         self.layout.rows(shard.parameter, target, self.replicas)
                         if rows
                         else self.layout.whole(shard.parameter, target)
                     )
-                    kinds[kind] = target.view(*rows, shard.size)
+                    kinds[kind] = target.view(*rows, shape.numel())
             for kind in self._moments:
                 if self.has(key := f"state.{shard.name}.{kind}"):
-                    target = torch.empty(shard.local_shape, dtype=torch.float32, device="cpu")
+                    target = torch.empty(shape, dtype=torch.float32, device="cpu")
                     keys[key] = self.layout.whole(shard.parameter, target)
                     kinds[kind] = target.view(-1)
             by_parameter.append(kinds)
@@ -115,8 +116,11 @@ class StateReader:
 
     def _moments_to_read(self) -> tuple[str, ...]:
         """Return the moments of a dense optimizer that this run reads by parameter."""
-        kinds = (FIRST, SECOND) if needs_second_moment(self._optimizer, self.saved["optimizer"]) else (FIRST,)
-        further = stores(self._optimizer)[0].moments if self.same_class and stores(self._optimizer) else ()
+        each = stores(self._optimizer)
+        # Otherwise the method has them, or they are loaded as they were saved.
+        by_parameter = each or not (self.same_class or self._optimizer.methods[0].holds_optimizer_state)
+        kinds = (FIRST, SECOND) if by_parameter else (FIRST,)
+        further = each[0].moments if self.same_class and each else ()
         return (*kinds, *(kind for kind in further if kind not in kinds))
 
     def _other_choice(self) -> str:
@@ -166,14 +170,14 @@ class StateReader:
 
     def fill(self, keys: dict[str, Tensor]) -> None:
         """Read into the tensors, by their names in the optimizer's part of the checkpoint."""
-        loaded = self.layout.of_optimizer(keys, self._shards)
+        loaded = self.layout.of_optimizer(keys, self._slices)
         load_into(self.path, {"optimizer": loaded})
         keys.update({key: value for key, value in loaded.items() if not isinstance(value, FlatSlices)})
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
         """Read the tensors that belong to this shard alone, if they were saved. Return whether none is missing."""
         named = [
-            (state, shard_key(self._optimizer, f"{stored_kind(state.kind, self.saved)}.{name}"), values)
+            (state, f"{stored_kind(state.kind, self.saved)}.{name}.{self.model_rank}", values)
             for state in states
             if not state.by_parameter
             for name, values in state.tensors.items()

@@ -11,7 +11,10 @@ import os
 import pickle
 import pickletools
 import re
+import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -323,6 +326,14 @@ def names_in(path: str) -> set[str]:
     return names | {name.split(".")[0] for name in names}
 
 
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Suppress DCP's warning about a missing process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
     """Read the entries of `state` from a checkpoint, in place. Collective, unless this rank reads `alone`.
 
@@ -330,7 +341,8 @@ def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
         ValueError: an entry is missing or has another shape, or the checkpoint cannot be read.
     """
     try:
-        dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner(), no_dist=alone)
+        with one_process():
+            dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner(), no_dist=alone)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:

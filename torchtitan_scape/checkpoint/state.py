@@ -8,6 +8,7 @@ values for copies of one tensor and keep a single one. The record of a checkpoin
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, own_storage
-from torchtitan_scape.core.parameters import Shard, is_slice, local, plain_name
+from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, own_storage, slices_of
+from torchtitan_scape.core.parameters import Shard, local, plain_name
 from torchtitan_scape.core.plausibility import LARGEST, check_plausible, is_plausible
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.methods.interface import State
@@ -61,7 +62,7 @@ class ModelCheckpoint(Stateful):
         shared = self._optimizer.saved_model()
         parameters = {shard.name: shard.parameter for shard in self._optimizer.shards()}
         state: dict[str, Any] = dict(self.own.state_dict())
-        others = self._other_names(state)
+        others = {other: name for other, name in self._other_names.items() if other in state}
         state |= {name: self._layout.whole(parameters[name], own_storage(shared[name])) for name in shared}
         return state | {other: state[name] for other, name in others.items()}
 
@@ -70,27 +71,24 @@ class ModelCheckpoint(Stateful):
 
         A tied parameter is read by its first name: earlier versions saved weights of a single replica under the others.
         """
-        own = self.own.state_dict()
-        others = self._other_names(own)
-        targets = {name: values for name, values in own.items() if name not in others}
-        for shard in self._optimizer.shards():
-            if is_slice(shard.parameter):
-                targets[shard.name] = self._layout.whole(shard.parameter, shard.parameter.detach())
-        return targets
+        targets = {name: values for name, values in self.own.state_dict().items() if name not in self._other_names}
+        slices = slices_of(self._optimizer.shards()).items()
+        return targets | {name: self._layout.whole(parameter, parameter.detach()) for name, parameter in slices}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        others = self._other_names(self.own.state_dict())
-        state_dict = state_dict | {other: state_dict[name] for other, name in others.items()}
+        own = self.own.state_dict()
+        state_dict = state_dict | {other: state_dict[name] for other, name in self._other_names.items() if other in own}
         self.own.load_state_dict({k: v for k, v in state_dict.items() if not isinstance(v, FlatSlices)})
         self._optimizer.model_loaded()
 
-    def _other_names(self, own: dict[str, Any]) -> dict[str, str]:
-        """Return each further name of a tied parameter in the model's state, with its first name, that of the shard."""
+    @cached_property
+    def _other_names(self) -> dict[str, str]:
+        """Each further name of a tied parameter, with its first name, that of the shard."""
         model = self._optimizer.model
         names = list(model.named_parameters(remove_duplicate=False)) if model is not None else []
         first = {id(parameter): plain_name(name) for name, parameter in reversed(names)}
         pairs = {plain_name(name): first[id(parameter)] for name, parameter in names}
-        return {other: name for other, name in pairs.items() if other != name and other in own}
+        return {other: name for other, name in pairs.items() if other != name}
 
 
 class OptimizerCheckpoint(Stateful):
@@ -109,7 +107,7 @@ class OptimizerCheckpoint(Stateful):
         parameters = {shard.name: shard.parameter for shard in optimizer.shards()}
         dense, saved = dense_state(optimizer), states(optimizer, self._residual)
         check_states(optimizer, saved, dense)
-        entries = layout.of_optimizer(dense, optimizer.shards())
+        entries = layout.of_optimizer(dense, slices_of(optimizer.shards()))
         if not has_dense_state(optimizer):  # else they are part of it
             entries |= group_values(optimizer.param_groups, optimizer.shards())
         for name, (parameter, bits) in saved_weights(optimizer).items():
@@ -120,7 +118,7 @@ class OptimizerCheckpoint(Stateful):
                     values = state.entries(name, local(parameters[name]).shape)
                 values, key = own_storage(values), f"{state.kind}.{name}"
                 if not state.by_parameter:
-                    entries[shard_key(optimizer, key)] = values
+                    entries[f"{key}.{optimizer.collectives.model_rank}"] = values
                 elif state.per_replica:
                     entries[key] = layout.rows(parameters[name], values, layout.replicas * layout.simulated)
                 elif state.starts is not None:
@@ -300,18 +298,6 @@ def record(optimizer: ReplicaOptimizer) -> dict[str, Any]:
 def load_counters(optimizer: ReplicaOptimizer, saved: dict[str, int]) -> None:
     """Load the "counters" of `record`."""
     optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
-
-
-def needs_second_moment(optimizer: ReplicaOptimizer, saved_by: str) -> bool:
-    """Return whether loading reads the second moments of the optimizer class `saved_by` parameter by parameter."""
-    if optimizer.methods[0].holds_optimizer_state:
-        return False
-    return bool(stores(optimizer)) or saved_by != type(optimizer.inner).__name__
-
-
-def shard_key(optimizer: ReplicaOptimizer, key: str) -> str:
-    """Return the name of a tensor that differs from shard to shard."""
-    return f"{key}.{optimizer.collectives.model_rank}"
 
 
 def saved_weights(optimizer: ReplicaOptimizer) -> dict[str, Any]:

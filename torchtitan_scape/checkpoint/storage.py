@@ -295,7 +295,7 @@ def is_finished(path: str | os.PathLike[str]) -> bool:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a manifest, and every file has its size. `find_damage` also reads the data."""
     try:
-        return all(_wrong_size(Path(path), one) is None for one in read_manifest(path))
+        return all(_damage_of(Path(path), one, reads=False) is None for one in read_manifest(path))
     except ValueError:
         return False
 
@@ -312,7 +312,7 @@ def find_damage(path: str | os.PathLike[str], rank: int = 0, world_size: int = 1
     except ValueError as error:
         return str(error)
     for one in _share(files, rank, world_size):
-        if (damage := _wrong_size(path, one) or _wrong_sum(path, one)) is not None:
+        if (damage := _damage_of(path, one, reads=True)) is not None:
             return damage
     return None
 
@@ -328,29 +328,29 @@ def _share(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
     return mine
 
 
-def _wrong_size(path: Path, one: FileSum) -> str | None:
+def _damage_of(path: Path, one: FileSum, reads: bool) -> str | None:
+    """Return the damage of a file, as a clause: a wrong size, or if it `reads` the file also a wrong checksum."""
+    file, crc32 = path / one.name, one.crc32
     try:
-        size = (path / one.name).stat().st_size
+        size = file.stat().st_size
+        if reads and size == one.size:
+            crc32 = _crc32_of(file, size)
     except FileNotFoundError:
-        return f"{path / one.name} is missing"
+        return f"{file} is missing"
     except OSError as error:
-        return f"{path / one.name} cannot be read: {error.strerror}"
-    if size == one.size:
-        return None
-    if pointer := pointer_text(path / one.name):
-        return pointer
-    return f"{path / one.name} is {'truncated' if size < one.size else 'too long'}: has {size:,} of {one.size:,} bytes"
+        return f"{file} cannot be read: {error.strerror}"
+    if size != one.size:
+        wrong = "truncated" if size < one.size else "too long"
+        return pointer_text(file) or f"{file} is {wrong}: has {size:,} of {one.size:,} bytes"
+    return None if crc32 == one.crc32 else f"{file} is damaged: its bytes do not give its checksum"
 
 
-def _wrong_sum(path: Path, one: FileSum) -> str | None:
-    buffer, crc32 = memoryview(bytearray(min(_CHUNK, one.size))), 0
-    try:
-        with open(path / one.name, "rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                crc32 = zlib.crc32(buffer[:count], crc32)
-    except OSError as error:
-        return f"{path / one.name} cannot be read: {error.strerror}"
-    return None if crc32 == one.crc32 else f"{path / one.name} is damaged: its bytes do not give its checksum"
+def _crc32_of(file: Path, size: int) -> int:
+    buffer, crc32 = memoryview(bytearray(min(_CHUNK, size))), 0
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            crc32 = zlib.crc32(buffer[:count], crc32)
+    return crc32
 
 
 # ------------------------------------------------------------------------------------- the folder of all checkpoints

@@ -1,9 +1,7 @@
 """Reading the whole model of a checkpoint in one process, without a process group."""
 
 import re
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +62,8 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
         step = int(match[1])
     if f"{_PROGRESS}.step" in names and RUN_METADATA + ".json" in names:
         progress: dict[str, Any] = {_PROGRESS: {"step": 0, "ntokens_seen": 0}}
-        _load(path, progress)
-        with one_process():
-            record = read_record(str(path))
+        load_into(str(path), progress)
+        record = read_record(str(path))
         step = progress[_PROGRESS]["step"]
         tokens = progress[_PROGRESS]["ntokens_seen"] * record["replicate"] * record["shard"]
     return CheckpointInfo(step, tokens, record)
@@ -92,7 +89,7 @@ def read_model(path: Path, shapes: Mapping[str, torch.Size], masters: bool) -> d
             "model alone, and one whose weights are FP32, has nothing else)"
         )
     values = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
-    _load(path, {_MASTERS + name if masters else name: value for name, value in values.items()})
+    load_into(str(path), {_MASTERS + name if masters else name: value for name, value in values.items()})
     return values
 
 
@@ -112,16 +109,3 @@ def check_shapes(present: Mapping[str, tuple[int, ...]], expected: Mapping[str, 
 
 def _stored(path: Path) -> dict[str, Any]:
     return CheckedReader(str(path)).read_metadata().state_dict_metadata
-
-
-def _load(path: Path, state: dict[str, Any]) -> None:
-    with one_process():
-        load_into(str(path), state)
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Suppress DCP's warning about a missing process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
