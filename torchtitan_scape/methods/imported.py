@@ -122,26 +122,26 @@ def import_state(
     imported, states = ImportedState(kinds), reader.saved["states"]
     for kind, tensor in kinds.items():
         described = states.get(kind, {"per_replica": False, "on_migration": "copy"})
-        is_pending = described["on_migration"] in PENDING_GRADIENTS
-        values = tensor.to(device, torch.float32 if is_pending else None)
-        saved = SavedValues(reader, values) if described["per_replica"] else SavedValues(reader, None, values)
+        per_replica, rule = described["per_replica"], described["on_migration"]
+        values = tensor.to(device, torch.float32 if rule in PENDING_GRADIENTS else None)
+        if rule == "pending" and decode is not None:
+            rule = "gradient"
+            if not per_replica:
+                values = decode(values)
+            elif len(values):  # a rank of more replicas than before may have read no row
+                values = torch.stack([decode(row) for row in values])
+        saved = SavedValues(reader, values) if per_replica else SavedValues(reader, None, values)
         if kind == FIRST:
             imported.exp_avg = saved
         elif kind == SECOND:
             imported.exp_avg_sq = saved
         elif kind == REPLICA_WEIGHTS:
             imported.weights = saved
-        elif described["on_migration"] == "gradient" or (decode is not None and described["on_migration"] == "pending"):
-            if described["on_migration"] == "pending":
-                assert decode is not None
-                # A rank of more replicas than before may have read no row.
-                has_rows = saved.own is not None and len(saved.own)
-                own = torch.stack([decode(row) for row in saved.own]) if has_rows else saved.own  # type: ignore[union-attr]
-                saved = SavedValues(reader, own, None if saved.shared is None else decode(saved.shared))
+        elif rule == "gradient":
             imported.pending = saved if imported.pending is None else imported.pending + saved
-        elif described["on_migration"] == "displacement":
+        elif rule == "displacement":
             imported.displacements[kind] = saved
-        elif described["per_replica"] or described["on_migration"] == "copy":
+        elif per_replica or rule == "copy":
             imported.copies[kind] = saved
     return imported
 

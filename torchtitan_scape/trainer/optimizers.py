@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_scape.checkpoint.state import dense_state, load_dense_state
 from torchtitan_scape.config.job_config import JobConfig, Optimizer, options_of
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.backends import choose_backend
@@ -67,7 +66,7 @@ def schedule_text(config: JobConfig) -> str:
 
 
 class TitanOptimizers(OptimizersContainer):
-    """A `ReplicaOptimizer` as TorchTitan's trainer, schedulers and checkpoints expect it.
+    """A `ReplicaOptimizer` as TorchTitan's trainer and schedulers expect it; `OptimizerCheckpoint` has its state.
 
     TorchTitan iterates over `optimizers` and registers step hooks on the container.
     """
@@ -81,12 +80,6 @@ class TitanOptimizers(OptimizersContainer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.replica.zero_grad(*args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dense_state(self.replica)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_dense_state(self.replica, state_dict)
 
 
 def build_optimizers(
