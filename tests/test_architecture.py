@@ -1,4 +1,4 @@
-"""Architecture rules of docs/explanation/architecture.md: allowed imports between packages, lengths of functions, and names."""
+"""Architecture rules of docs/explanation/architecture.md: imports between packages, lengths of functions, and names."""
 
 import ast
 import re
