@@ -8,27 +8,55 @@ its links are known by name only. Both are fitted; every residual is shown.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from scripts.common import RESULTS, run_command, write
-from torchtitan_scape.core.workloads import WORKLOADS
+from torchtitan_scape.core.workloads import WORKLOADS, LocalModel
 from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import payload_entries
-from torchtitan_scape.planner.bf16 import Bf16Options
 from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.ring_bytes import LevelSize
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9
+
+
+@dataclass
+class Bf16Options(MethodOptions):
+    """Gradients in BF16 on every level, which this trainer does not have."""
+
+    section: ClassVar[str] = "sync.bf16"
+
+    def supports_overlap(self) -> bool:
+        return True
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
+    ) -> list[CollectiveCall]:
+        # Two BF16 elements take the place of one of FP32.
+        return [CollectiveCall("all_reduce", padded_size(-(-model.entries // 2), levels))]
+
+    def memory_traffic(
+        self, model: LocalModel, replicas: int, several_levels: bool = False, overlap: bool = False
+    ) -> tuple[float, float]:
+        """Return the traffic of the conversions."""
+        return 0.0, 12.0 * model.entries
+
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return {"BF16 gradients": 2.0 * model.entries}
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Collectives over the replicas as data, which a method plans and the planner prices. Plain arithmetic: no torch."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from torchtitan_scape.topology.pairs import paired_share
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
+from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, CHUNK_ENTRIES, chunk_limit, chunk_sizes
 from torchtitan_scape.topology.ring_bytes import (
     Levels,
+    MessageBytes,
     Stage,
     all_gather_stages,
     all_reduce_stages,
@@ -132,3 +134,62 @@ def chunked_size(count: int, levels: Levels, chunk_entries: int) -> int:
     """Return the FP32 elements that `ReplicaCollectives.all_reduce_chunked` sends: each chunk is padded."""
     full, rest = divmod(count, chunk_entries)
     return full * padded_size(chunk_entries, levels) + padded_size(rest, levels)
+
+
+def all_reduce_chunked(entries: int, levels: Levels, chunk_entries: int = 0, share: float = 1.0) -> CollectiveCall:
+    """Return the call of `ReplicaCollectives.all_reduce_chunked` on FP32 entries."""
+    limit = chunk_entries or chunk_limit(entries, replicas_of(levels))
+    chunks = -(-entries // limit)
+    largest = padded_size(min(entries, limit), levels)
+    size = chunked_size(entries, levels, limit)
+    return CollectiveCall("all_reduce", size, share=share, chunks=chunks, largest_chunk=largest)
+
+
+def pair_mean_chunked(entries: int, levels: Levels, chunk_entries: int = 0, share: float = 1.0) -> CollectiveCall:
+    """Return the call of `ReplicaCollectives.pair_mean_chunked` on FP32 entries."""
+    return replace(all_reduce_chunked(entries, levels, chunk_entries or CHUNK_ENTRIES, share), kind="pair_mean")
+
+
+def all_reduce_stream(
+    sizes: Sequence[int],
+    levels: Levels,
+    chunk_entries: int = 0,
+    block: int = 1,
+    message_bytes: MessageBytes | None = None,
+    share: float = 1.0,
+    entries: int = 0,
+    in_place: bool = False,
+) -> CollectiveCall:
+    """Return the all-reduce of tensors that are sent in the chunks of `topology.partition.chunks_of`.
+
+    Args:
+        sizes: Entries of the tensors.
+        block: Each tensor starts at a multiple of this size, and no chunk divides a block.
+        message_bytes: Encoded size of n elements of one chunk; None for FP32.
+        entries: Entries that the size of the chunks depends on; 0 for those of the tensors.
+        in_place: Entries are encoded without a buffer if there is one level.
+    """
+    one_level, replicas = in_place and len(levels) == 1, replicas_of(levels)
+    limit = chunk_entries or chunk_limit(entries or sum(sizes), replicas, message_bytes, one_level)
+    size = None if message_bytes is None else block
+    chunks = Counter(padded_size(n, levels, size) for n in chunk_sizes(sizes, limit, block))
+    count = sum(n * times for n, times in chunks.items())
+    encoded = None if message_bytes is None else ChunkedMessages(message_bytes, tuple(chunks.items()))
+    largest = max(chunks, default=0)
+    return CollectiveCall("all_reduce", count, encoded, share, chunks=chunks.total(), largest_chunk=largest)
+
+
+def scaled(calls: Sequence[CollectiveCall], share: float, hidden: bool = False) -> list[CollectiveCall]:
+    """Return the calls of an exchange that runs in only a share of the steps."""
+    return [replace(call, share=share * call.share, hidden=hidden) for call in calls]
+
+
+def entries_in_flight(calls: Sequence[CollectiveCall]) -> int:
+    """Return the entries of the two largest chunks that a step has in flight at once. Hidden calls do not count."""
+    reductions = [call for call in calls if call.kind != "all_gather" and not call.hidden]
+    chunks = [
+        call.largest_chunk if call.chunks else call.count
+        for call in reductions
+        for _ in range(min(2, call.chunks or 1))
+    ]
+    return sum(sorted(chunks)[-2:])

@@ -111,9 +111,9 @@ def workload_table(workload: Workload) -> str:
         row = {"": name, "device, GB: predicted": f"{predicted / 1e9:.3f}", "measured": f"{device / 1e9:.3f}"}
         row["over dense AdamS, measured"] = f"{(device - dense) / 1e9:+.3f}"
         offloaded = {
-            "host, GB: predicted": sum(run.host_memory(local, REPLICAS).values()),
+            "host, GB: predicted": sum(run.options.host_memory(local, REPLICAS).values()),
             "measured ": host,
-            "over the host link a step, GB: predicted": sum(run.host_link_traffic(local, REPLICAS)),
+            "over the host link a step, GB: predicted": sum(run.options.host_link_traffic(local, REPLICAS)),
         }
         rows.append(row | {title: f"{nbytes / 1e9:.3f}" if host else "" for title, nbytes in offloaded.items()})
     n, payload = workload.parameters, payload_bytes(shapes, DENSITY)
@@ -329,7 +329,7 @@ def kernel_table(_: Mapping[str, Any]) -> str:
     for title, workload in {"llama-500m": "llama_500m", "llama-1.8b": "llama_1_8b"}.items():
         model = get_workload(workload).local(1)
         for options in (ScapeOptions(density=0.1), ScapeOptions(density=0.05, code="int4"), ScapeOptions(density=0.01)):
-            least = options.cost().pass_bytes(model, KERNEL_REPLICAS)
+            least = options.pass_bytes(model, KERNEL_REPLICAS)
             sums = {name: least.get(name, 0.0) for name in PASSES}
             sums["pack + update + coding"] = sums["pack"] + sums["update"] + sums["coding"]
             sums["all"] = sum(least.values())

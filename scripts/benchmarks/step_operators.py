@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,9 @@ from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import Method, MethodContext, StepInfo
+from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology import process_groups, stages
 from torchtitan_scape.topology.comm_stream import Handle
@@ -75,6 +77,7 @@ class StepCount:
         collectives: calls of the communication library.
         bytes: bytes that operators and launches read and write.
         peak: largest sum of the temporary tensors that exist at once, in bytes.
+        held: bytes of the method's states after the step, by kind.
     """
 
     operators: int = 0
@@ -85,6 +88,7 @@ class StepCount:
     bytes: float = 0.0
     peak: int = 0
     launches: int = 0
+    held: dict[str, int] = field(default_factory=dict)
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -219,8 +223,9 @@ def as_one_rank(counter: StepCounter) -> Iterator[None]:
             counter.count.bytes += moved
 
     library = SimpleNamespace(
-        **dict.fromkeys(("all_reduce", "all_to_all_single", "all_gather_into_tensor"), collective),
+        **dict.fromkeys(("all_reduce", "all_to_all_single", "all_gather_into_tensor", "broadcast"), collective),
         is_initialized=lambda: False,
+        get_process_group_ranks=lambda _: range(1 << 16),
         ProcessGroup=object,
     )
     with ExitStack() as stack:
@@ -247,14 +252,27 @@ def triton_everywhere() -> Iterator[None]:
 
 
 def count_step(
-    name: str, model: LocalModel, replicas: int, backend: str = "triton", per_node: int = 1, **options: Any
+    name: str,
+    model: LocalModel,
+    replicas: int,
+    backend: str = "triton",
+    per_node: int = 1,
+    early: bool = False,
+    muon: bool = False,
+    **options: Any,
 ) -> StepCount:
-    """Return the counts of a step in the steady state, by one of N replicas on parameters without values."""
+    """Return the counts of a step in the steady state, by one of N replicas on parameters without values.
+
+    Args:
+        early: The exchange starts before the check for non-finite gradients, all chunks at once.
+        muon: The optimizer is Muon instead of AdamS.
+    """
     counter, entry = StepCounter(), METHODS[name]
     tensors = [nn.Parameter(torch.empty(shape, device=META)) for shape in model.shapes]
     named = list(zip(model.names, tensors, strict=True))
     with torch.no_grad(), as_one_rank(counter), triton_everywhere():
-        optimizer = AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
+        optimizer: torch.optim.Optimizer
+        optimizer = Muon(named) if muon else AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
         shards, ranks = collect_shards(optimizer.param_groups), OneOfManyRanks(replicas, per_node)
         # As in the trainer, which divides the loss by the tokens of all replicas.
         common = {"gradient_scale": float(replicas), "total_steps": 1000, "kernels": backend, "max_norm": 1.0}
@@ -266,13 +284,15 @@ def count_step(
         number = 2 * inner if isinstance(method, LocalMethod) else 4
         # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh. Results of
         # local updates may arrive in a later round.
-        is_prepared = method.holds_optimizer_state or name == "radius"
+        is_prepared = method.holds_optimizer_state or name == "radius" or getattr(method.options, "whiten_every", 0)
         for before in range(inner, number) if isinstance(method, LocalMethod) else (1, 2, 3) if is_prepared else ():
             _take(method, model, StepInfo(before, applied), StepCounter())
         counter.count = StepCount()
-        _take(method, model, StepInfo(number, applied), counter)
+        _take(method, model, StepInfo(number, applied), counter, early)
         if method.holds_optimizer_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles
-            counter.count.bytes = sum(method.options.cost().pass_bytes(model, replicas).values())
+            counter.count.bytes = sum(method.options.pass_bytes(model, replicas).values())
+        else:
+            counter.count.held = {s.kind: sum(t.nbytes for t in s.tensors.values()) for s in method.states()}
     return counter.count
 
 
@@ -300,7 +320,7 @@ def count_whole_step(
             with counter, CallCounter(counter):
                 optimizer.step()
     if method.holds_optimizer_state:  # as in `count_step`
-        counter.count.bytes = sum(method.options.cost().pass_bytes(model, replicas).values())
+        counter.count.bytes = sum(method.options.pass_bytes(model, replicas).values())
     return counter.count
 
 
@@ -328,11 +348,16 @@ def _whole_optimizer(
     return optimizer
 
 
-def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounter) -> None:
+def _take(method: Method, model: LocalModel, info: StepInfo, counter: StepCounter, early: bool = False) -> None:
     gradients = [torch.empty(n, device=META) for n in model.sizes]
     if hasattr(method, "_mask_counts") and hasattr(method, "_selected"):  # of Radius, read from the device
         method._mask_counts = method._selected
     with counter:
+        if early:  # as `BackwardOverlap` does
+            assert isinstance(method, EarlyExchange)
+            started = [method.start_early(number, gradients) for number in method.begin_early(info.number)]
+            finish = lambda info: [method.finish_early(sent, info) for sent in started] and gradients  # noqa: E731
+            method.overlap = SimpleNamespace(active=True, finish=finish)
         if isinstance(method, LocalMethod):
             method.exchange(info)
         elif isinstance(method, GradientMethod):

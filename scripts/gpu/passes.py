@@ -120,7 +120,7 @@ def scape(shapes: Sequence[Shape], density: float, code: str, device: torch.devi
 
 def least_bytes(optimizer: Scape, shapes: Sequence[Shape]) -> dict[str, float]:
     """Return the bytes that each pass must move. Packing also adds the last quantization error."""
-    model, cost = LocalModel.of_shapes(shapes), optimizer.method.options.cost()
+    model, cost = LocalModel.of_shapes(shapes), optimizer.method.options
     least = cost.pass_bytes(model, REPLICAS)
     if "coding" in least:
         errors = cost.carry_bytes(model)

@@ -13,8 +13,8 @@ from scripts.study.grid import as_arguments
 from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape.blocks import density_at
-from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.run import PlannedRun
@@ -49,7 +49,7 @@ def planned_run(options: Options, planned: Options | None = None) -> PlannedRun:
 def overlapped(options: Options) -> PlannedRun:
     """Return `planned_run` with an overlapped exchange if the method supports it, which changes no loss."""
     found = planned_run(options)
-    return dataclasses.replace(found, overlap=found.options.cost().supports_overlap)
+    return dataclasses.replace(found, overlap=found.options.supports_overlap())
 
 
 def method_at(options: Options, step: int) -> PlannedRun:

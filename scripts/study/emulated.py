@@ -184,7 +184,7 @@ class EmulatedSet:
         levels = [LevelSize("node", self.per_node), LevelSize("network", spec.size // self.per_node)]
         levels = [level for level in levels if level.size > 1]
         model = LocalModel.of_shapes(parameter_shapes(parse([f"--job.config_file={spec.recipe}"])))
-        payload = sum(call.input_bytes for call in run.collective_calls(model, levels) if not call.hidden)
+        payload = sum(call.input_bytes for call in run.options.collective_calls(model, levels) if not call.hidden)
         compute = measured["phases"]["compute"]
         found = predict_step(
             run,

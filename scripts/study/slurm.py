@@ -32,7 +32,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.core.patching import environment
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.planner.configured import levels_of, method_of, shard_axis_of
+from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links
@@ -234,7 +234,6 @@ def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float
         ValueError: The trainer would refuse the run before its first step.
     """
     config, layout = checked(spec, arguments, machine)
-    plan, _ = shard_axis_of(config, layout, on_cpu=False)
     return predict(
         method_of(config),
         workload_of(config),
@@ -242,8 +241,7 @@ def step_seconds(spec: RunSpec, arguments: list[str], machine: Machine) -> float
         Links.from_machine(layout.machine),
         batch=config.training.global_batch_size,
         micro_batch=config.training.local_batch_size,
-        sharding=plan,
-        levels=levels_of(config, layout),
+        shard_axis=shard_axis_of(config, layout)[0],
     ).step
 
 

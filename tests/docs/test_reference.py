@@ -12,13 +12,12 @@ import pytest
 from tests.docs.pages import blocks, read
 from torchtitan_scape.config.reference import page, sections
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.options import MethodOptions, share_of_dense
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.sharding.cost import flat_rows, shard_bytes, shard_memory
+from torchtitan_scape.sharding.cost import FlatRow, flat_rows
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
@@ -98,7 +97,7 @@ def test_every_method_has_a_page_and_its_optimizers() -> None:
     for name, entry in METHODS.items():
         method = entry.method
         family = families[method.per_replica_weights, method.holds_optimizer_state]
-        family = "updates" if entry.options().cost().divides_update else family
+        family = "updates" if entry.options().divides_update else family
         expected.append([f"[`{name}`]({name}.md)", ", ".join(entry.optimizers), family])
     assert rows_of(METHODS_PAGE, "Method | Optimizers") == expected
 
@@ -141,7 +140,7 @@ def test_the_bytes_of_the_shard_axis() -> None:
 
     def planned(options: ShardingOptions) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
         plan = options.planned(layout, "bfloat16", on_cpu=False)
-        return shard_bytes(plan, rows, layout, micro_batches=1), shard_memory(plan, rows, layout)
+        return plan.sent(rows, layout, micro_batches=1), plan.memory({}, rows, layout)
 
     example = ShardingOptions(**tomllib.loads(blocks(SHARDING_PAGE, "toml")[0])["sharding"])
     for setting, *shown in rows_of(SHARDING_PAGE, "Setting | Weights, network"):
@@ -163,7 +162,7 @@ def test_the_bytes_of_the_shard_axis() -> None:
         plan = ShardingOptions(weights_code="int8", gradients_code="int4", levels=levels).plan(8, summed, "bfloat16")
         assert plan is not None
         by_level: dict[str, float] = {}
-        for (level, _), nbytes in plan.sent(workload.parameters, 2, 1, frontier).items():
+        for (level, _), nbytes in plan.sent([FlatRow(((workload.parameters // 8,),))], frontier, 1).items():
             by_level[level] = by_level.get(level, 0.0) + nbytes / 1e6
         network = f"{by_level['network']:,.0f}" if summed else "exchange of the method"
         assert rest == [f"{by_level['gcd_pair']:,.0f}", f"{by_level['node']:,.0f}", network], method

@@ -13,7 +13,6 @@ from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.co2.method import Co2, staleness_gap
 from torchtitan_scape.methods.co2.options import Co2Options
-from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 # A bound that limits some entries of the momentum and not others, see `test_equals_the_reference_algorithm`.
@@ -168,13 +167,13 @@ def test_wrong_options_are_refused() -> None:
 def test_the_cost_has_the_bytes_and_memory() -> None:
     """All parameters once per round, beside compute. Three copies of the displacements while a round ends."""
     model, n, levels = LocalModel.of_shapes([(1024, 512), (1024,)]), 1024 * 512 + 1024, [LevelSize("network", 4)]
-    calls = PlannedRun(Co2Options(), "AdamW").collective_calls(model, levels)
+    calls = Co2Options().collective_calls(model, levels)
     assert all(call.hidden for call in calls)
     assert sum(s.sent for call in calls for s in call.stages(levels)) == pytest.approx(6 * n / 48, rel=1e-3)
     kept = {"anchor": 4.0 * n, "outer momentum": 4.0 * n}
-    assert Co2Options().cost().device_memory(model, 4) == kept | {"displacements": 12.0 * n}
+    assert Co2Options().held_memory(model, 4) == kept | {"displacements": 12.0 * n}
     plain = Co2Options(gap_penalty=False, outer_momentum=0.0)
-    assert "outer momentum" not in plain.cost().device_memory(model, 4)
-    on_host = Co2Options(host=True).cost()
-    assert on_host.host_memory(model, 4) == kept and on_host.device_memory(model, 4) == {"displacements": 12.0 * n}
+    assert "outer momentum" not in plain.held_memory(model, 4)
+    on_host = Co2Options(host=True)
+    assert on_host.host_memory(model, 4) == kept and on_host.held_memory(model, 4) == {"displacements": 12.0 * n}
     assert Co2Options().steps_per_round() == 96 and Co2Options().delays_exchanges()

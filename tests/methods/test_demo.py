@@ -149,7 +149,7 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
     for code, own in (("float32", 4 * sum(counts)), ("sign", sum(4 + -(-count // 8) for count in counts))):
         options = DemoOptions(code=code)  # type: ignore[arg-type]
         planned = PlannedRun(options, "SignSGD")
-        (call,) = planned.collective_calls(model, [LevelSize("network", 4)])
+        (call,) = planned.options.collective_calls(model, [LevelSize("network", 4)])
         assert call.count == -(-(own + places) // 16) * 16
         sent = sum(stage.sent for stage in call.stages([LevelSize("network", 4)]))
         assert run_replicas(4, work) == pytest.approx([sent] * 4)

@@ -33,11 +33,11 @@ class Toy(Options):
 
 
 @pytest.mark.parametrize("entry", METHODS.values(), ids=METHODS)
-def test_the_cost_has_the_kind_of_weights_of_the_method(entry: MethodEntry) -> None:
+def test_the_options_have_the_facts_of_the_method(entry: MethodEntry) -> None:
     """The planner does not import the methods."""
-    cost = entry.options().cost()
-    assert cost.per_replica_weights == entry.method.per_replica_weights
-    assert cost.includes_optimizer == entry.method.holds_optimizer_state
+    for fact in ("per_replica_weights", "holds_optimizer_state"):
+        assert getattr(entry.options, fact) == getattr(entry.method, fact)
+    assert entry.options.divides_update == entry.method.divides_optimizer_state
 
 
 def test_field_metadata_determines_comparison_and_layout() -> None:

@@ -210,7 +210,7 @@ def test_the_error_of_an_owner_is_a_state_with_few_bits_only(replicas: int) -> N
     few = ["residual", "owner_error"] if replicas > 1 else ["residual"]
     for found in run_replicas(replicas, kinds):
         assert found == {"e2m1": ["residual"], "2bit": few, "1bit": few}
-        memory = QuantizedOptions(code="1bit").cost().device_memory(LocalModel.of_shapes(SHAPES), replicas)
+        memory = QuantizedOptions(code="1bit").held_memory(LocalModel.of_shapes(SHAPES), replicas)
         assert ("owner_error" in memory) == (replicas > 1)
 
 
@@ -229,7 +229,7 @@ def test_sent_bytes_equal_the_cost_formula(levels: tuple[tuple[str, int], ...], 
     method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
     counted = collectives.ledger.sent_by_level()
     sizes = [LevelSize(level, size) for level, size in levels]
-    (call,) = options.cost().collective_calls(LocalModel.of_shapes(LARGE), sizes)
+    (call,) = options.collective_calls(LocalModel.of_shapes(LARGE), sizes)
     assert bytes_by_level(call.stages(sizes)) == pytest.approx(counted, abs=0.5)
     assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
 

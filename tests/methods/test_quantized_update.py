@@ -19,8 +19,8 @@ from tests.replicas import run_replicas as run_with_chunks
 from tests.topology.test_stages import collectives as on_levels
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
-from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.quantized import whitening
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
@@ -328,7 +328,7 @@ def test_the_mean_of_the_sent_bytes_is_the_planned_one(replicas: int) -> None:
     assert sum(sent for sent, _ in found) / replicas == pytest.approx(found[0][1])
     model, options = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(block=32, whiten_every=4)
     levels = [LevelSize("network", replicas)]
-    calls = options.cost().collective_calls(model, levels, 512)
+    calls = options.collective_calls(model, levels, 512)
     assert sum(stage.sent for call in calls for stage in call.stages(levels)) == pytest.approx(found[0][1])
 
 
@@ -338,15 +338,15 @@ def test_the_planned_memory_of_bases_is_that_of_the_busiest_owner(replicas: int)
         states = {state.kind: state for state in make(collectives).states()}
         return sum(t.nbytes for t in states["basis"].tensors.values()) if "basis" in states else 0
 
-    model, cost = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(block=32).cost()
-    assert cost.device_memory(model, replicas).get("bases", 0) == max(run_replicas(replicas, run))
+    model, cost = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(block=32)
+    assert cost.held_memory(model, replicas).get("bases", 0) == max(run_replicas(replicas, run))
 
 
 @pytest.mark.parametrize(("replicas", "per_parameter"), [(8, 1.224), (64, 0.700)])
 def test_bases_of_llama_1_8b_are_small(replicas: int, per_parameter: float) -> None:
     """As the page says."""
     model = get_workload("llama_1_8b").local(1)
-    bases = QuantizedUpdateOptions().cost().device_memory(model, replicas)["bases"]
+    bases = QuantizedUpdateOptions().held_memory(model, replicas)["bases"]
     assert bases / model.entries == pytest.approx(per_parameter, abs=0.001)
 
 
@@ -555,9 +555,10 @@ def test_the_planner_has_no_bases_without_muon() -> None:
     muon, adamw = (PlannedRun(QuantizedUpdateOptions(), name) for name in ("Muon", "AdamW"))
     assert muon.device_memory(model, 16)["bases"] > 4e8
     assert "bases" not in adamw.device_memory(model, 16)
-    assert adamw.options.cost().matrix_flops(model, 16) == (0.0, 0.0)
+    assert adamw.options.matrix_flops(model, 16) == (0.0, 0.0)
 
 
 def test_the_share_on_the_page_is_that_of_llama_1_8b() -> None:
-    model, cost = get_workload("llama_1_8b").local(1), QuantizedUpdateOptions().cost()
-    assert cost.updated_share(model, 64) == pytest.approx(0.019, abs=0.0005)
+    model = get_workload("llama_1_8b").local(1)
+    updated = QuantizedUpdateOptions().updated_model(model, 64)
+    assert updated.entries / model.entries == pytest.approx(0.019, abs=0.0005)

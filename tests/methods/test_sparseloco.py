@@ -90,7 +90,7 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
     own = 3 * 2 * (16 + 64) + 16 + (16 + 64) + 16 + (1 + 1) + 16 + 14  # padded to 16 bytes
     planned, model = PlannedRun(SparselocoOptions(), "AdamW"), LocalModel.of_shapes(shapes)
     levels = [LevelSize("network", 4)]
-    call, rest = planned.collective_calls(model, levels)
+    call, rest = planned.options.collective_calls(model, levels)
     assert call.count == own and own % 16 == 0 and rest.count == 0
     sent = sum(stage.sent for stage in call.stages(levels))
     assert sent == pytest.approx(3 * own / 30)

@@ -80,15 +80,15 @@ def test_index_and_values_are_counted_separately() -> None:
     assert run_replicas(2, work) == [expected, expected]
     shapes = [(3 * 1024, 8), (100,)]
     model = LocalModel.of_shapes(shapes)
-    index, values = TagcOptions(density=0.3).cost().collective_calls(model, [LevelSize("network", 2)])
+    index, values = TagcOptions(density=0.3).collective_calls(model, [LevelSize("network", 2)])
     assert (index.kind, index.count) == ("all_reduce", 24 * 128 // 4)
     assert (values.kind, values.count) == ("all_reduce", 24 * 616 + 100)
     sparse = TagcOptions(density=0.0125)
-    index, values = sparse.cost().collective_calls(model, [LevelSize("network", 4)])
+    index, values = sparse.collective_calls(model, [LevelSize("network", 4)])
     assert (index.kind, index.count) == ("all_gather", 24 * 14)
     assert values.count == 24 * 52 + 100
     alone = PlannedRun(DenseOptions()).simulated_memory(model, 1)
-    held = {"residual": 4.0 * 24 * 1024, "messages": 24 * (14 + 4 * 16)}
+    held = {"residual": 4.0 * 24 * 1024, "messages": 24 * 14}
     assert PlannedRun(sparse).simulated_memory(model, 1) == alone | held
 
 

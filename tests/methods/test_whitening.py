@@ -14,8 +14,8 @@ from tests.replicas import run_replicas as run_with_chunks
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
-from torchtitan_scape.methods.cost import share_of_dense
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.quantized import whitening
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions, has_basis, whitened_sides
@@ -296,8 +296,8 @@ def test_the_planner_knows_memory_and_products() -> None:
     method, _ = run_replicas(2, means(1))[0]
     basis = next(state for state in method.states() if state.kind == "basis")
     held = sum(t.numel() * t.element_size() for t in basis.tensors.values())
-    cost = method.options.cost()
-    assert cost.device_memory(model, 2)["bases"] == held
+    cost = method.options
+    assert cost.held_memory(model, 2)["bases"] == held
     assert cost.matrix_flops(model, 1) == (0.0, 0.0)
 
     method = make(DryRunCollectives(replicas=2))
@@ -320,9 +320,9 @@ def test_a_model_without_numbered_layers_is_refused() -> None:
 def test_the_figures_of_the_page_are_those_of_llama_1_8b() -> None:
     workload = get_workload("llama_1_8b")
     model, options = workload.local(1), QuantizedOptions(code="2bit", block=512, whiten_every=10)
-    cost = options.cost()
+    cost = options
     assert share_of_dense(options, model, 64) == pytest.approx(0.0645, abs=5e-5)
-    assert cost.device_memory(model, 64)["bases"] / model.entries == pytest.approx(5.5, abs=0.05)
+    assert cost.held_memory(model, 64)["bases"] / model.entries == pytest.approx(5.5, abs=0.05)
     assert sum(cost.matrix_flops(model, 64)) / muon_flops(model, 1) == pytest.approx(0.53, abs=0.01)
 
 
@@ -345,6 +345,6 @@ def test_products_are_in_tf32_on_a_gpu_alone(device: str, before: str) -> None:
 def test_products_in_tf32_are_cheaper_than_those_in_fp32() -> None:
     """Bases cost the planner's optimizer less than a fifth of what FP32 products would, where the device has TF32."""
     model = get_workload("llama_1_8b").local(1)
-    products, updates = QuantizedOptions(code="2bit", whiten_every=200).cost().matrix_flops(model, 64)
+    products, updates = QuantizedOptions(code="2bit", whiten_every=200).matrix_flops(model, 64)
     tf32, fp32 = BF16_PER["CUDA"]
     assert tf32 * products + fp32 * updates < 0.2 * fp32 * (products + updates)

@@ -30,8 +30,8 @@ from torchtitan_scape.optimizers import muon
 from torchtitan_scape.optimizers.cost import get_optimizer_cost, muon_flops, muon_parts
 from torchtitan_scape.optimizers.muon import Muon, ReplicaShare, orthogonalized
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Assumptions, Prediction, divides_matrices, predict
-from torchtitan_scape.sharding.cost import gather_stages, gathered_matrices
+from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.sharding.matrix_cost import divides_matrices, gather_stages, gathered_matrices
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
@@ -289,9 +289,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
     """Return the time of Muon's passes and the gradients' copies, as `predict` has it without measured rates."""
     nbytes = get_optimizer_cost("Muon").traffic(workload.local(shard))
-    nbytes += DenseOptions().cost().memory_traffic(workload.local(shard), 16 // shard)[1]
-    if shard == 1:  # the replicas span several levels
-        nbytes += DenseOptions().cost().buffer_traffic(workload.local(shard), 16)
+    nbytes += DenseOptions().memory_traffic(workload.local(shard), 16 // shard, several_levels=shard == 1)[1]
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)
 
 
@@ -396,7 +394,7 @@ def test_the_planner_divides_matrices_among_replicas_if_that_is_faster() -> None
         layout = plan_layout(replicas, ranks_per_node=1, machine=get_machine(machine), replicate=-1, shard=1)
         links = Links.from_machine(layout.machine)
         links = links.with_bandwidth("network", speed) if speed else links
-        return divides_matrices(PlannedRun(options, optimizer), workload.whole(), layout, links)
+        return divides_matrices(options, optimizer, workload.whole(), layout, links)
 
     assert of("vista", DenseOptions()) and not of("vista", QuantizedOptions())
     assert of("vista", QuantizedOptions(), speed=50e9) and not of("vista", QuantizedOptions(), speed=3.5e9)

@@ -11,7 +11,7 @@ import torch
 from tests.replicas import run_replicas
 from torchtitan_scape import Scape
 from torchtitan_scape.core.workloads import LocalModel, Shapes
-from torchtitan_scape.methods.cost import share_of_dense
+from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.scape.budget import BLOCK, MAX_ENTRIES, fit_to_budget
 from torchtitan_scape.methods.scape.options import ScapeOptions
 

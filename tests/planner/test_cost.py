@@ -201,7 +201,7 @@ def test_the_latency_of_64_replicas_is_small(name: str) -> None:
         Links.from_machine(get_machine("vista")),
     )
     levels = [LevelSize("network", 64)]
-    calls = PlannedRun(options).collective_calls(model, levels)
+    calls = PlannedRun(options).options.collective_calls(model, levels)
     latency, transfer = stage_seconds([stage for call in calls for stage in call.stages(levels)], links)
     one = 126 * 5e-6  # an all-reduce
     assert latency <= max(0.1 * transfer, {"onebit_adam": 5.1, "quantized_update": 6.1}.get(name, 2.1) * one)

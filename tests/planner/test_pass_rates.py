@@ -30,7 +30,7 @@ def stored(device: str = "NVIDIA H100 80GB HBM3", nominal: float = 2e12, **chang
     """results.json: AdamW moves 2.8 TB/s, AdamS 2 TB/s, SCAPE packs at 1 TB/s and does the rest at 0.5 TB/s."""
     settings = []
     for density, code in ((0.1, "float32"), (0.05, "int4")):
-        least = ScapeOptions(density=density, code=code).cost().pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
+        least = ScapeOptions(density=density, code=code).pass_bytes(LOCAL, 8)  # type: ignore[arg-type]
         pack, coding, total = least["pack"], least.get("coding", 0.0), sum(least.values())
         carry = {"ms": 3.0, "minimal_bytes": coding / 2}
         packing = {"ms": pack / 1e9, "minimal_bytes": pack}
@@ -70,16 +70,16 @@ def predicted(method: PlannedRun, folder: Path) -> Prediction:
 def test_measured_pass_times_are_used(tmp_path: Path) -> None:
     """On the measured device: the times of the passes, independent of nominal bandwidth."""
     written(tmp_path, stored("NVIDIA GH200 480GB"))
-    _, copied = DenseOptions().cost().memory_traffic(LOCAL, 64)
+    _, copied = DenseOptions().memory_traffic(LOCAL, 64)
     assert predicted(ADAMS, tmp_path).optimizer == pytest.approx((36 * N + copied) / 2e12)
     assert predicted(ADAMW, tmp_path).optimizer == pytest.approx((44 * N + copied) / 2.8e12)
     for density, code in ((0.1, "float32"), (0.05, "int4"), (0.04, "2bit")):
         options = ScapeOptions(density=density, code=code)  # type: ignore[arg-type]
-        method, least = PlannedRun(options), options.cost().pass_bytes(LOCAL, 64)
+        method, least = PlannedRun(options), options.pass_bytes(LOCAL, 64)
         seconds = least["pack"] / 1e12 + (sum(least.values()) - least["pack"]) / 5e11
         assert predicted(method, tmp_path).optimizer == pytest.approx(seconds, rel=1e-3)
     # Passes without a measurement use the rate of AdamS.
-    read = sum(QuantizedOptions().cost().memory_traffic(LOCAL, 64))
+    read = sum(QuantizedOptions().memory_traffic(LOCAL, 64))
     assert predicted(PlannedRun(QuantizedOptions()), tmp_path).optimizer == pytest.approx((read + 36 * N) / 2e12)
 
 

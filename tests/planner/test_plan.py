@@ -131,7 +131,7 @@ def without_quantized_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_quantized_update")
 def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
-    case = make_request("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.45))
+    case = make_request("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.335))
     coded = min(candidates(case, COMPRESSED[:1]), key=lambda c: c.memory)
     advice = advise(case)
     assert not case.fits(coded) and case.fits(advice.compressed) and advice.compressed.method in SPARSE
@@ -144,7 +144,9 @@ def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
 
 @pytest.mark.usefixtures("without_quantized_update")
 def test_lower_memory_variants_state_their_cost() -> None:
-    case = make_request("dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02, assumptions=Assumptions(usable_memory=0.1))
+    case = make_request(
+        "dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02, assumptions=Assumptions(usable_memory=0.082)
+    )
     sparse = advise(case).compressed
     assert isinstance(sparse.method.options, ScapeOptions)
     offload, gather, both = lower_memory_variants(case, sparse)
@@ -174,7 +176,7 @@ def test_changes_of_the_weights_hide_behind_a_forward_pass() -> None:
         micro_batches = case.batch // (case.ranks * after.micro_batch)
         backward = 2 / 3 * after.prediction.compute / micro_batches
         levels = [LevelSize("network", after.layout.replicate)]
-        calls = run.collective_calls(case.workload.local(after.layout.shard), levels)
+        calls = run.options.collective_calls(case.workload.local(after.layout.shard), levels)
         kinds = {kind: [call for call in calls if call.kind == kind] for kind in ("reduce_scatter", "all_gather")}
         up, down = (
             sum(stage_seconds([stage for call in each for stage in call.slowest_stages(levels)], case.links))
@@ -323,7 +325,7 @@ def test_measured_links_replace_presets(
     assert "nominal" not in said
     case = make_request("vista", 64, "llama_1_8b", links=read)
     n = 1831201280
-    copied = DenseOptions().cost().memory_traffic(get_workload("llama_1_8b").local(1), 64)[1]
+    copied = DenseOptions().memory_traffic(get_workload("llama_1_8b").local(1), 64)[1]
     assert best(case, [PlannedRun(DenseOptions())]).prediction.optimizer == pytest.approx((36 * n + copied) / 1e12)
 
 

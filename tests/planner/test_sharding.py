@@ -8,7 +8,7 @@ from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict
-from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, shard_bytes, shard_memory
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
@@ -23,7 +23,7 @@ C8, C4 = 1 + 4 / 128, 0.5 + 4 / 128
 def test_bytes_equal_the_formulas(micro_batches: int) -> None:
     rows, n, ranks, a = flat_rows(MODEL, M * P), MODEL.parameters, M * P, micro_batches
     gathers = 2 * n - sum(row.entries for row in rows if row.gathers == 1) * ranks
-    sent = shard_bytes(ALL, rows, LAYOUT, a)
+    sent = ALL.sent(rows, LAYOUT, a)
     assert sent == pytest.approx(
         {
             ("network", "weights"): n * (1 + 4 / 256) * (M - 1) / ranks,
@@ -33,14 +33,14 @@ def test_bytes_equal_the_formulas(micro_batches: int) -> None:
         },
         rel=2e-3,
     )
-    dense = shard_bytes(ShardPlan(), rows, LAYOUT, a)
+    dense = ShardPlan().sent(rows, LAYOUT, a)
     ring = a * (2 * gathers + 4 * n) * (ranks - 1) / ranks
     assert sum(dense.values()) == pytest.approx(ring, rel=1e-3)
     across = sum(dense["network", kind] for kind in ("weights", "gradients"))
     assert across == pytest.approx(ring / P, rel=1e-3)
     # The paper states 0.75 of 3.
     assert sent["network", "weights"] + sent["network", "gradients"] < {1: 0.14, 2: 0.10}[a] * across
-    one_hop = shard_bytes(replace(ALL, secondary=False, hops=1, gradients=("int4",)), rows, LAYOUT, a)
+    one_hop = replace(ALL, secondary=False, hops=1, gradients=("int4",)).sent(rows, LAYOUT, a)
     assert one_hop["network", "gradients"] == pytest.approx(a * n * C4 * (ranks - P) / ranks, rel=2e-3)
     assert one_hop["network", "weights"] == pytest.approx(
         a * gathers * (1 + 4 / 256) * (ranks - 1) / ranks / P, rel=2e-3
@@ -49,14 +49,16 @@ def test_bytes_equal_the_formulas(micro_batches: int) -> None:
 
 def test_memory_and_time_of_the_shard_axis() -> None:
     rows = flat_rows(MODEL, M * P)
-    kept = shard_memory(ALL, rows, LAYOUT)
+    kept = ALL.memory({}, rows, LAYOUT)
     assert kept["secondary weights"] == pytest.approx(MODEL.parameters * (1 + 4 / 256) / P, rel=1e-3)
     largest = max(row.entries for row in rows) * M * P
     assert 6 * largest < kept["shard messages"] < 8 * largest  # all rows in FP32, and messages
-    assert shard_memory(ShardPlan(), rows, LAYOUT) == {}
+    assert ShardPlan().memory({}, rows, LAYOUT) == {}
     links = Links.from_machine(LAYOUT.machine).with_bandwidth("network", 1e9)
     sent = [
-        predict(PlannedRun(DenseOptions(), "AdamW"), MODEL, LAYOUT, links, batch=16, micro_batch=1, sharding=plan).shard
-        for plan in (None, ALL)
+        predict(
+            PlannedRun(DenseOptions(), "AdamW"), MODEL, LAYOUT, links, batch=16, micro_batch=1, shard_axis=plan
+        ).shard
+        for plan in (ShardPlan(), ALL)
     ]
     assert 0 < sent[1] < 0.6 * sent[0]

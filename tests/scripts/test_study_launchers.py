@@ -182,7 +182,7 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(emulated, "parameter_shapes", lambda config: shapes)
     measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
     found = EmulatedSet.predicted(one, spec, measured)  # type: ignore[arg-type]
-    payload, _ = ScapeOptions(density=0.047, code="int4").cost().collective_calls(LocalModel.of_shapes(shapes), levels)
+    payload, _ = ScapeOptions(density=0.047, code="int4").collective_calls(LocalModel.of_shapes(shapes), levels)
     stages = payload.stages(levels) + scalar_stages(levels)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 

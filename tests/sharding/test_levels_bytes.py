@@ -15,16 +15,16 @@ from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Prediction, fsdp_seconds, predict
+from torchtitan_scape.planner.step import Prediction, predict
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels import build_levels
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import LevelsOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.topology.groups import build_level_groups
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.ring_bytes import LevelSize
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 ENTRIES = 64 * 128  # Entries of a matrix whose slices are whole blocks.
@@ -99,8 +99,9 @@ def test_the_published_figures_follow() -> None:
     assert (micro["pair", "weights"], micro["pair", "gradients"]) == (1.0, 1 / 16)
     assert micro["node", "gradients"] == 3 / 8 and step["node", "update"] == 3 / 8
     assert step["network", "gradients"] + step["network", "update"] == pytest.approx(5 / 8 * 15 / 16)
-    shapes = [(1 << 20, 1)]
-    held = plan.memory(shapes, {"parameters": 4.0 * 2**13, "gradients": 4.0 * 2**13, "state": 8.0 * 2**13})
+    layout = plan_layout(128, ranks_per_node=8, machine=get_machine("frontier"), replicate=16, shard=8)
+    kinds = {"parameters": 4.0 * 2**13, "gradients": 4.0 * 2**13, "state": 8.0 * 2**13}
+    held = plan.memory(kinds, [FlatRow(((1 << 17, 1),))], layout)
     lasting = sum(value for kind, value in held.items() if kind != "summed gradients")
     assert lasting == 1.5 * 2**20 + 12 * 2**20 / 128
     # Largest model for 64 GiB on 80 GCDs, with the paper's secondary partition and 16-bit gradients.
@@ -114,7 +115,7 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     exchanges.
     """
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.planner.configured import levels_of
+    from torchtitan_scape.planner.configured import shard_axis_of
     from torchtitan_scape.report.memory import MemoryReport
     from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
@@ -123,10 +124,10 @@ def test_the_recipe_for_frontier_in_closed_form(monkeypatch: pytest.MonkeyPatch)
     config = parse(["--job.config_file=train_configs/llama_1_8b_frontier.toml", "--comm.mode=fake_backend"])
     register(config, with_data=False)
     layout, n = layout_of(config), 1_831_201_280
-    kinds, plan = MemoryReport.of(config, layout, None).kinds, levels_of(config, layout)
-    assert plan is not None and (kinds["parameters"], kinds["gradients"]) == (n, n / 2)
+    kinds, (plan, rows) = MemoryReport.of(config, layout, None).kinds, shard_axis_of(config, layout)
+    assert (kinds["parameters"], kinds["gradients"]) == (n, n / 2)
     assert kinds["masters"] == kinds["state"] == pytest.approx(n / 2, rel=0.001)
-    sent = plan.sent(n, 2.0, 4, layout)
+    sent = plan.sent([replace(row, gathers=2) for row in rows], layout, 4)
     assert sent["gcd_pair", "weights"] == 4 * n * coded(8, 256)
     assert sent["node", "gradients"] == 4 * coded(4, 128) * n * 6 / 8
     assert sent["node", "update"] == coded(8, 256) * n * 6 / 16
@@ -143,17 +144,16 @@ def test_predicted_step_time_on_frontier() -> None:
     for bandwidth, least in ((12.5e9, 0.98), (1.25e9, 1.49)):
         links = Links.from_machine(machine).with_bandwidth("network", bandwidth)
 
-        def step(method: PlannedRun, links: Links = links, **levels: Any) -> Prediction:
-            return predict(method, workload, layout, links, batch=1536, micro_batch=4, **levels)
+        def step(method: PlannedRun, links: Links = links, **plan: Any) -> Prediction:
+            return predict(method, workload, layout, links, batch=1536, micro_batch=4, **plan)
 
-        ours = step(scape, levels=plan)
+        ours = step(scape, shard_axis=plan)
         assert least < step(dense).step / ours.step < least + 0.05
         assert ours.memory["gradients"] == 4.0 * workload.parameters / 8
-    each, once = plan.stages(float(workload.parameters), 2.0, 26, layout)
-    assert sum(stage_seconds(each, links)) < fsdp_seconds(
-        [LevelSize("gcd_pair", 2), LevelSize("node", 4)], workload, links
-    )
+    rows = flat_rows(workload, 8)
+    each, once = plan.seconds(rows, layout, links, 1)
+    assert each < ShardPlan().seconds(rows, layout, links, 1)[0]
     # With dense gradients, the levels themselves sum gradients and send the update between nodes.
     levels = replace(plan, summed=4.0)
-    sums = predict(dense, workload, layout, links, batch=1536, micro_batch=4, levels=levels)
-    assert sums.exchange < 1e-3 and sums.fixed > sum(stage_seconds(once, links))
+    sums = predict(dense, workload, layout, links, batch=1536, micro_batch=4, shard_axis=levels)
+    assert sums.exchange < 1e-3 and sums.fixed > once

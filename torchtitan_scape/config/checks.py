@@ -122,7 +122,7 @@ def _check_method(config: JobConfig) -> None:
             f"[optimizer] name = {optimizer.name!r} with [sync] method = {method!r}, which supports "
             f"{' or '.join(map(repr, known))}; set [optimizer] name = {known[0]!r}, or another method"
         )
-    if config.sync.overlap and not options_of(config.sync).cost().supports_overlap:
+    if config.sync.overlap and not options_of(config.sync).supports_overlap():
         names = " or ".join(repr(name) for name, entry in METHODS.items() if entry.supports_overlap)
         why = " and these options" if METHODS[method].supports_overlap else ""
         raise ValueError(

@@ -384,9 +384,9 @@ class Method(ABC):
         return LocalModel(tuple(s.name for s in shards), tuple(tuple(s.local_shape) for s in shards), hidden)
 
     def collective_calls(self) -> list[CollectiveCall]:
-        """Return `options.cost().collective_calls(...)` for this rank."""
+        """Return `options.collective_calls(...)` for this rank."""
         levels, chunk_entries = spanned(self.collectives.levels), self.collectives.chunk_entries
-        calls: list[CollectiveCall] = self.options.cost().collective_calls(self.local_model(), levels, chunk_entries)
+        calls: list[CollectiveCall] = self.options.collective_calls(self.local_model(), levels, chunk_entries)
         return calls
 
     def planned_bytes(self) -> float:

@@ -1,4 +1,4 @@
-"""Options and cost of local updates: several local steps, then an exchange of displacements. Imports no torch.
+"""Options of local updates: several local steps, then an exchange of displacements. Imports no torch.
 
 A displacement is the difference between the shared anchor and the parameters of one replica.
 """
@@ -9,11 +9,10 @@ from typing import Literal, Self
 
 from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
-from torchtitan_scape.methods.cost import GradientCost, gathered_bytes, scaled
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.calls import CollectiveCall, scaled
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
@@ -59,6 +58,8 @@ class FragmentSchedule:
 @dataclass
 class LocalOptions(MethodOptions):
     """Options of all methods with local updates; each section has its own defaults."""
+
+    per_replica_weights = True
 
     inner_steps: int = 30
     """Local steps between two exchanges of a parameter"""
@@ -114,8 +115,48 @@ class LocalOptions(MethodOptions):
     def without_memory_savings(self) -> Self:
         return replace(self, host=False)
 
-    def cost(self) -> "LocalCost":
-        return LocalCost(self)
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
+    ) -> list[CollectiveCall]:
+        """Return the exchanges of all fragments, each weighted by its share of the steps."""
+        schedule, averaging = self.schedule(), self.averaging()
+        calls: list[CollectiveCall] = []
+        for number in range(schedule.fragments):
+            fragment = model.select({name for name in model.names if schedule.fragment_of(name) == number})
+            if fragment.names:  # a model may have fewer layers
+                calls += averaging.collective_calls(fragment, levels, chunk_entries)
+        return scaled(calls, self.exchange_share(), hidden=schedule.delay > 0)
+
+    def exchange_share(self) -> float:
+        return 1.0 / self.inner_steps
+
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory by kind.
+
+        Displacements exist only during an exchange; with a delay there are also chunks in flight. With a restart an
+        exchange starts while the result of the last one is still needed. Fragments are assumed to be of equal size.
+        """
+        schedule = self.schedule()
+        displacements = 4.0 * model.entries / schedule.fragments
+        states = {} if self.host else self._shared_states(model)
+        states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * displacements}
+        return states | self.averaging().held_memory(model, replicas)
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return self._shared_states(model) if self.host else {}
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the mean traffic over a round.
+
+        The displacement reads the anchor; the outer step reads and writes all states on the host.
+        """
+        host = self.host_memory(model, replicas)
+        return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / self.inner_steps
+
+    def _shared_states(self, model: LocalModel) -> dict[str, float]:
+        """Return the bytes of anchor and outer momentum, on the device or on the host."""
+        n = 4.0 * model.entries
+        return {"anchor": n} | ({"outer momentum": n} if self.stores_momentum() else {})
 
 
 @dataclass
@@ -145,90 +186,3 @@ class WholeOptions(LocalOptions):
 
     def label(self) -> str:
         return super().label() + (f", decay {self.decay:g}" if self.decay else "")
-
-
-@dataclass(frozen=True)
-class LocalCost(GradientCost):
-    """Cost of local updates. The exchange of a fragment is weighted by its share of the steps."""
-
-    options: LocalOptions
-    per_replica_weights = True
-
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
-        schedule, averaging = self.options.schedule(), self._averaging
-        calls: list[CollectiveCall] = []
-        for number in range(schedule.fragments):
-            fragment = model.select({name for name in model.names if schedule.fragment_of(name) == number})
-            if fragment.names:  # a model may have fewer layers
-                calls += averaging.collective_calls(fragment, levels, chunk_entries)
-        return scaled(calls, 1.0 / schedule.inner_steps, hidden=schedule.delay > 0)
-
-    def traffic_per_parameter(self) -> float:
-        """Return the mean bytes per parameter and step over a round.
-
-        Displacement: 12 to read anchor and parameter and write it. Exchange: that of the gradient method, or 0 in FP32,
-        which is exchanged in place. Outer step: 4 to read the mean, 8 each to read and write anchor and momentum, 4 to
-        write the parameter. Restart: 8 to copy the anchor to the parameter.
-        """
-        options = self.options
-        in_place = isinstance(options.averaging(), DenseOptions)
-        exchange = 0.0 if in_place else self._averaging.traffic_per_parameter()
-        momentum = 8.0 if options.stores_momentum() else 0.0
-        restart = 8.0 if options.schedule().restart else 0.0
-        errors = 8.0 if options.error_factor() != 1.0 else 0.0
-        return (12.0 + exchange + 4.0 + 8.0 + momentum + 4.0 + restart + errors) / options.inner_steps
-
-    def shared_states(self, model: LocalModel) -> dict[str, float]:
-        """Return the bytes of anchor and outer momentum, on the device or on the host."""
-        n = 4.0 * model.entries
-        return {"anchor": n} | ({"outer momentum": n} if self.options.stores_momentum() else {})
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the memory by kind.
-
-        Displacements exist only during an exchange; with a delay there are also chunks in flight. With a restart an
-        exchange starts while the result of the last one is still needed. Fragments are assumed to be of equal size.
-        """
-        schedule = self.options.schedule()
-        displacements = 4.0 * model.entries / schedule.fragments
-        states = {} if self.options.host else self.shared_states(model)
-        states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * displacements}
-        kinds = {"residual": self.residual_bytes * self._averaging.residual_entries(model)}
-        kinds["chunks in flight"] = 0.0 if schedule.delay else self.chunk_memory(model, replicas)
-        return states | {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
-
-    @property
-    def chunk_bytes(self) -> float:
-        return self._averaging.chunk_bytes
-
-    @property
-    def _averaging(self) -> GradientCost:
-        cost = self.options.averaging().cost()
-        assert isinstance(cost, GradientCost)
-        return cost
-
-    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        return self.shared_states(model) if self.options.host else {}
-
-    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the mean traffic over a round.
-
-        The displacement reads the anchor; the outer step reads and writes all states on the host.
-        """
-        host = self.host_memory(model, replicas)
-        return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / self.options.inner_steps
-
-    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
-        kinds = optimizer | self.device_memory(model, replicas)
-        return {kind: replicas * nbytes for kind, nbytes in kinds.items()}
-
-
-@dataclass(frozen=True)
-class SparseLocalCost(LocalCost):
-    """Cost of local updates that send the largest entries of the displacements, with error feedback."""
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        messages = replicas * gathered_bytes(self, model, replicas)
-        return super().device_memory(model, replicas) | {"messages": messages}

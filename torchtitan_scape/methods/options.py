@@ -1,133 +1,47 @@
-"""Base class of the methods' TOML sections, and the cost formula that each of them provides. Imports no torch.
+"""Base class of the methods' TOML sections, with what the planner must know about a method. Imports no torch.
 
 A file that defines a section must not use `from __future__ import annotations`, see `core.options`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.methods.recorded import recorded
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, entries_in_flight
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
-class MethodCost(Protocol):
-    """Cost of a step after warm-up, in bytes, without the optimizer (`optimizers/cost.py`).
-
-    `model` has the names and shapes of this rank's shards.
-
-    Attributes:
-        includes_optimizer: The method updates the parameters itself: `memory_traffic` and `device_memory` contain
-            parameters, gradients and the optimizer's state.
-        per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
-        divides_update: Each replica runs the optimizer on its share of the parameters; otherwise on all of them.
-        supports_overlap: The exchange can run during the last backward pass of a step.
-        sends_weights: It ends with all-gathers of changes of the weights, which then run during the next forward pass.
-        compresses: A step sends less than dense gradients.
-        scalar_reductions: All-reduces of a scalar that a step waits for.
-    """
-
-    @property
-    def includes_optimizer(self) -> bool: ...
-
-    @property
-    def per_replica_weights(self) -> bool: ...
-
-    @property
-    def divides_update(self) -> bool: ...
-
-    @property
-    def supports_overlap(self) -> bool: ...
-
-    @property
-    def sends_weights(self) -> bool: ...
-
-    @property
-    def compresses(self) -> bool: ...
-
-    @property
-    def scalar_reductions(self) -> int: ...
-
-    def extra_orthogonalizations(self, replicas: int) -> float:
-        """Return how often per step Muon's matrices are orthogonalized besides Muon's own step.
-
-        A sum of steps of these matrices is then a state.
-        """
-
-    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
-        """Return the parameters of a model that the optimizer updates in each step of a round."""
-
-    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the floating-point operations of the exchange's matrix products in a step, on this rank: (TF32, FP32).
-
-        On devices without TF32 all are in FP32.
-        """
-
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
-        """Return the collectives of a step, in their order.
-
-        Args:
-            levels: Levels that the replicas span, innermost first; none for a single replica.
-            chunk_entries: Maximum elements of a chunk; 0 for those of `topology.partition.chunk_limit`.
-        """
-
-    def updated_share(self, model: LocalModel, replicas: int) -> float:
-        """Return the share of the entries that a step of a replica's optimizer updates; 1 unless it is divided."""
-
-    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
-        """Return what the optimizer of the busiest replica has: the model, unless replicas divide the update."""
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once."""
-
-    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes that an exchange over several link levels moves in addition, through buffers."""
-
-    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the memory traffic that an exchange during the backward pass adds to a step."""
-
-    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of all chunks that an exchange during the backward pass has in flight at once."""
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the memory on the device, by kind."""
-
-    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the memory on the host, by kind."""
-
-    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that (the packing pass, the other passes) copy between device and host, in both directions.
-
-        Both directions are added.
-        """
-
-    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
-        """Return the device memory of a process that simulates all replicas, by kind, the optimizer included.
-
-        Args:
-            optimizer: Memory of the optimizer on one rank, by kind.
-        """
-
-
 @dataclass
 class MethodOptions(Options):
-    """TOML section of one method; the only place where its options are declared."""
+    """TOML section of one method; the only place where its options are declared.
 
-    main_options: ClassVar[tuple[str, ...]] = ()  # options that determine the bytes sent; the planner prints them
+    The functions below `collective_calls` describe a step after warm-up, in bytes and without the optimizer
+    (`optimizers/cost.py`). `model` has the names and shapes of this rank's shards. Memory traffic, temporary memory and
+    states are recorded from the step, see `methods.recorded`; a method overrides what depends on more than the number
+    of entries, and `collective_calls` unless it exchanges all gradients in FP32.
+
+    Class attributes:
+        main_options: Options that determine the bytes sent; the planner prints them.
+        holds_optimizer_state: As in `Method`: `memory_traffic` and `held_memory` contain parameters, gradients and the
+            optimizer's state.
+        per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
+        divides_update: Each replica runs the optimizer on its share of the parameters, and sends changes of the
+            weights.
+    """
+
+    main_options: ClassVar[tuple[str, ...]] = ()
+    holds_optimizer_state: ClassVar[bool] = False
+    per_replica_weights: ClassVar[bool] = False
+    divides_update: ClassVar[bool] = False
 
     @classmethod
     def method_name(cls) -> str:
         """Return the name of the method in `[sync] method`."""
         return cls.section.removeprefix("sync.")
-
-    def cost(self) -> MethodCost:
-        """Return the cost of the method with these options."""
-        raise NotImplementedError
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> Self:
         """Return the options with values chosen for this model.
@@ -182,3 +96,103 @@ class MethodOptions(Options):
     def without_memory_savings(self) -> Self:
         """Return the options with replicated updates, FP32 weights and all states on the device."""
         return self
+
+    def supports_overlap(self) -> bool:
+        """Return whether the exchange can run during the last backward pass of a step."""
+        return False
+
+    # ------------------------------------------------------------------------------------- cost of a step
+
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
+    ) -> list[CollectiveCall]:
+        """Return the collectives of a step, in their order.
+
+        Args:
+            levels: Levels that the replicas span, innermost first; none for a single replica.
+            chunk_entries: Maximum elements of a chunk; 0 for those of `topology.partition.chunk_limit`.
+        """
+        return [all_reduce_stream(model.sizes, levels, chunk_entries)]
+
+    @property
+    def scalar_reductions(self) -> int:
+        """All-reduces of a scalar that a step waits for: the finite flag and, if owners update, the norm."""
+        return 2 if self.divides_update else 1
+
+    def exchange_share(self) -> float:
+        """Return the share of a whole exchange that a step takes in the mean."""
+        return 1.0
+
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory of the method's states on the device, by kind. The default is the recorded one."""
+        return {kind: nbytes * model.entries for kind, nbytes in recorded(self, replicas).held.items() if nbytes}
+
+    def temporary_memory(
+        self, model: LocalModel, replicas: int, several_levels: bool = False, overlap: bool = False
+    ) -> dict[str, float]:
+        """Return the largest memory of messages and buffers during a step, by kind."""
+        if replicas == 1:
+            several_levels = overlap = False
+        calls = self.collective_calls(model, [LevelSize("network", replicas)])
+        nbytes = recorded(self, replicas, several_levels, overlap).temporary
+        streams = all(call.chunks for call in calls) and not overlap
+        in_flight = nbytes * (entries_in_flight(calls) if streams else model.entries)
+        messages = float(replicas * sum(c.count for c in calls if c.kind == "all_gather" and not c.chunks))
+        kinds = {"messages": messages, "chunks in flight": in_flight if replicas > 1 else 0.0}
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        """Return the memory on the host, by kind."""
+        return {}
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the bytes that (the packing pass, the other passes) copy between device and host, in both directions.
+
+        Both directions are added.
+        """
+        return 0.0, 0.0
+
+    def memory_traffic(
+        self, model: LocalModel, replicas: int, several_levels: bool = False, overlap: bool = False
+    ) -> tuple[float, float]:
+        """Return the traffic of (the packing pass, the other passes) of a step: each input and output counts once.
+
+        Args:
+            several_levels: Replicas span several link levels.
+            overlap: The exchange runs during the backward pass.
+        """
+        moved = recorded(self, replicas, several_levels, overlap).moved
+        return 0.0, moved * self.exchange_share() * model.entries
+
+    def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the floating-point operations of the exchange's matrix products in a step, on this rank: (TF32, FP32).
+
+        On devices without TF32 all are in FP32.
+        """
+        return 0.0, 0.0
+
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        """Return how often per step Muon's matrices are orthogonalized besides Muon's own step.
+
+        A sum of steps of these matrices is then a state.
+        """
+        return 0.0
+
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        """Return the parameters of a model that the optimizer updates in each step of a round."""
+        return [model]
+
+    def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
+        """Return what the optimizer of the busiest replica has: the model, unless replicas divide the update."""
+        return model
+
+
+def share_of_dense(options: MethodOptions, model: LocalModel, replicas: int) -> float:
+    """Return the bytes that a replica sends per step, masks and scales included, relative to dense FP32 gradients.
+
+    Every replica is assumed to be on its own node; a single replica is counted as one of two.
+    """
+    levels = [LevelSize("network", max(2, replicas))]
+    sent = sum(stage.sent for call in options.collective_calls(model, levels) for stage in call.stages(levels))
+    dense = 2.0 * (levels[0].size - 1) / levels[0].size * 4.0 * model.entries
+    return sent / dense if dense else 0.0

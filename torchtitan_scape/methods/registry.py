@@ -73,7 +73,7 @@ class MethodEntry:
     @property
     def supports_overlap(self) -> bool:
         """Whether the method supports `[sync] overlap`."""
-        return self.options().cost().supports_overlap
+        return self.options().supports_overlap()
 
 
 def _import(name: str) -> Any:

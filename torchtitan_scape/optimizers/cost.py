@@ -33,11 +33,6 @@ class OptimizerCost:
     flops: Callable[[LocalModel, int], float] | None = None
     parts: Callable[[LocalModel, int], list[tuple[int, float]]] | None = None
 
-    def device_memory(self, model: LocalModel) -> dict[str, float]:
-        """Return the bytes of parameters, gradients and state on this rank, by kind."""
-        n, state = 4.0 * model.entries, self.state(model)
-        return {"parameters": n, "gradients": n} | ({"state": state} if state else {})
-
 
 def _elementwise(state: float, traffic: float) -> OptimizerCost:
     """Return the cost of an optimizer with fixed bytes per parameter."""

@@ -16,7 +16,6 @@ from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions
-from torchtitan_scape.planner.bf16 import Bf16Options
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.topology.layout import Layout, plan_layout
@@ -38,9 +37,8 @@ SPARSE = (
     PlannedRun(ScapeOptions(density=0.05, code="int4")),
     PlannedRun(ScapeOptions(density=0.025, code="2bit")),
 )
-# Shown but never advised: the trainer does not have the first; the others have a higher loss.
+# Shown but never advised, because their loss is higher.
 COMPARED = (
-    PlannedRun(Bf16Options(), overlap=True),
     *(PlannedRun(DenseOptions(), optimizer, overlap=True) for optimizer in ("AdamS", "AdamW")),
     PlannedRun(QuantizedOptions(code="e2m1", block=128), "AdamW", overlap=True),
     PlannedRun(QuantizedUpdateOptions(interval=4), "Muon"),

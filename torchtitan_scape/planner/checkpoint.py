@@ -37,10 +37,10 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
         model: Whole parameters.
         residual: `[checkpoint] residual`.
     """
-    cost, rows = run.options.cost(), replicas if residual == "exact" else 1
-    kinds = run.device_memory(model, replicas) | run.host_memory(model, replicas)
+    options, rows = run.options, replicas if residual == "exact" else 1
+    kinds = run.device_memory(model, replicas) | options.host_memory(model, replicas)
     found = {"parameters": 4.0 * model.entries}
-    if cost.includes_optimizer:
+    if options.holds_optimizer_state:
         # A replica's tensor has the moment on the mask and the residual elsewhere, unless owners have the moment; the
         # mean of the residuals is saved within the moment. Masks are saved as bytes.
         owned = replicas * kinds.get("owned moments", 0.0)
@@ -50,10 +50,10 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
         if kinds["parameters"] < found["parameters"]:
             found["BF16 weights"] = kinds["parameters"]
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
-    found["moments"] = kinds.get("state", 0.0) * (rows if cost.per_replica_weights else 1)
-    if cost.per_replica_weights:
+    found["moments"] = kinds.get("state", 0.0) * (rows if options.per_replica_weights else 1)
+    if options.per_replica_weights:
         found["weights of replicas"] = rows * found["parameters"]
-    if cost.divides_update:  # every replica has its part
+    if options.divides_update:  # every replica has its part
         found |= {"moments": replicas * found["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
     if residual != "drop":
         found |= {kind: rows * kinds.get(kind, 0.0) for kind in _PENDING}

@@ -7,7 +7,7 @@ from torchtitan_scape.planner.candidates import Candidate, PlanRequest
 from torchtitan_scape.planner.checkpoint import Saving
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict
-from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows, shard_memory
+from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
 from torchtitan_scape.topology.layout import Layout, plan_layout
 
@@ -17,17 +17,14 @@ def method_of(config: JobConfig) -> PlannedRun:
     return PlannedRun(options_of(config.sync), config.optimizer.name, config.sync.overlap)
 
 
-def levels_of(config: JobConfig, layout: Layout) -> LevelsPlan | None:
-    """Return the closed form of the configured three-level sharding, or None."""
-    sums = METHODS[config.sync.method].is_linear
-    return config.sharding.plan(layout.replicate, sums, config.training.mixed_precision_param)
-
-
-def shard_axis_of(config: JobConfig, layout: Layout, on_cpu: bool) -> tuple[ShardPlan, tuple[FlatRow, ...]]:
-    """Return the configured shard axis for the planner."""
-    reshard = config.parallelism.fsdp_reshard_after_forward
+def shard_axis_of(
+    config: JobConfig, layout: Layout, on_cpu: bool = False
+) -> tuple[ShardPlan | LevelsPlan, tuple[FlatRow, ...]]:
+    """Return the configured shard axis for the planner, and its rows."""
+    reshard, dtype = config.parallelism.fsdp_reshard_after_forward, config.training.mixed_precision_param
     rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor, reshard)
-    return config.sharding.planned(layout, config.training.mixed_precision_param, on_cpu), rows
+    levels = config.sharding.plan(layout.replicate, METHODS[config.sync.method].is_linear, dtype)
+    return levels or config.sharding.planned(layout, dtype, on_cpu), rows
 
 
 def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidate, str]:
@@ -48,7 +45,7 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
         replicate=degrees.data_parallel_replicate_degree,
         shard=degrees.data_parallel_shard_degree,
     )
-    levels, (plan, rows) = levels_of(config, layout), shard_axis_of(config, layout, on_cpu=False)
+    shard_axis, _ = shard_axis_of(config, layout)
     micro_batch = config.training.local_batch_size
     found = predict(
         method_of(config),
@@ -58,14 +55,13 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
         batch=case.batch,
         micro_batch=micro_batch,
         assumptions=case.assumptions,
-        sharding=plan,
-        levels=levels,
+        shard_axis=shard_axis,
     )
-    if levels is None:
-        found.memory.update(shard_memory(plan, rows, layout))
-    form = "ZeRO++" if plan.active else "FSDP"
-    if levels is not None:
-        form = f"three levels over {levels.weights}, {levels.gradients} and {levels.spread} ranks"
+    if isinstance(shard_axis, LevelsPlan):
+        degrees = f"{shard_axis.weights}, {shard_axis.gradients} and {shard_axis.shards(layout)}"
+        form = f"three levels over {degrees} ranks"
+    else:
+        form = "ZeRO++" if shard_axis.active else "FSDP"
     return Candidate(layout, micro_batch, found), form
 
 

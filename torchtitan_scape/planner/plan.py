@@ -202,9 +202,7 @@ def _recipe_lines(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
 
 
 def _table(case: PlanRequest) -> Iterator[str]:
-    yield (
-        "Every method on its fastest layout that fits, compared in time only (ms; this trainer does not support bf16):"
-    )
+    yield "Every method on its fastest layout that fits, compared in time only (ms):"
     methods = (*DENSE, *COMPRESSED, *SPARSE, *COMPARED)
     width = max(24, *(len(method.name) for method in methods))
     titles = f"{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
@@ -229,7 +227,7 @@ def _lower_memory_lines(case: PlanRequest, advice: Advice) -> Iterator[str]:
     model = case.workload.local(advice.compressed.layout.shard)
     yield "With less memory, on the same layout (docs/explanation/memory.md; host copies at the rate of the preset):"
     for c in (advice.compressed, *lower_memory_variants(case, advice.compressed)):
-        host = sum(c.method.host_memory(model, c.layout.replicate).values())
+        host = sum(c.method.options.host_memory(model, c.layout.replicate).values())
         host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
         yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
     yield ""

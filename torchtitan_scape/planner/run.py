@@ -1,14 +1,11 @@
 """A training run as the planner sees it: method, optimizer, and their cost together. Plain arithmetic: no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_scape.core.workloads import LocalModel, Workload, count_entries
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
-from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class PlannedRun:
     def __post_init__(self) -> None:
         get_optimizer_cost(self.optimizer)
         object.__setattr__(self, "options", self.options.for_optimizer(self.optimizer))
-        if self.overlap and not self.options.cost().supports_overlap:
+        if self.overlap and not self.options.supports_overlap():
             raise ValueError(
                 f"{self.options.method_name()} does not support overlap with these options; overlap must be False"
             )
@@ -55,74 +52,49 @@ class PlannedRun:
         offloaded = self.options.offloaded()
         return name + (f" offload {'+'.join(offloaded)}" if offloaded else "")
 
-    def collective_calls(self, model: LocalModel, levels: Sequence[LevelSize]) -> list[CollectiveCall]:
-        """Return the collectives of a step over the replicas."""
-        return self.options.cost().collective_calls(model, levels)
-
-    def memory_traffic(self, model: LocalModel, replicas: int, levels: int = 1) -> tuple[float, float]:
+    def memory_traffic(self, model: LocalModel, replicas: int, several_levels: bool = False) -> tuple[float, float]:
         """Return the bytes that (the packing pass, the other passes) move, the optimizer's included.
 
-        levels: Link levels between the replicas.
+        several_levels: Replicas span several link levels.
         """
-        cost = self.options.cost()
-        pack, rest = cost.memory_traffic(model, replicas)
-        if levels > 1:
-            rest += cost.buffer_traffic(model, replicas)
-        if self.overlap and replicas > 1:
-            rest += cost.overlap_traffic(model, replicas)
-        optimizer = 0.0 if cost.includes_optimizer else get_optimizer_cost(self.optimizer).traffic(model)
-        return pack, rest + (cost.updated_share(model, replicas) * optimizer if optimizer else 0.0)
+        pack, rest = self.options.memory_traffic(model, replicas, several_levels, self.overlap and replicas > 1)
+        if self.options.holds_optimizer_state:
+            return pack, rest
+        updated = self.options.updated_model(model, replicas).entries / len(self.options.update_groups(model))
+        return pack, rest + get_optimizer_cost(self.optimizer).traffic(model) * updated / max(1, model.entries)
 
-    def optimizer_flops(self, model: LocalModel, ranks: int, replicas: int) -> float:
-        """Return the optimizer's matrix products in a step on the busiest rank, in floating-point operations.
-
-        Args:
-            model: Whole parameters.
-            ranks: Ranks that divide the products.
-            replicas: Number of replicas.
-        """
-        flops, cost = get_optimizer_cost(self.optimizer).flops, self.options.cost()
-        if flops is None or cost.includes_optimizer:
-            return 0.0
-        groups = cost.update_groups(model)
-        return (1.0 + cost.extra_orthogonalizations(replicas)) * sum(flops(g, ranks) for g in groups) / len(groups)
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+    def device_memory(self, model: LocalModel, replicas: int, several_levels: bool = False) -> dict[str, float]:
         """Return the bytes of parameters, gradients and all states on a rank's device, by kind."""
-        cost, kinds = self.options.cost(), self._optimizer_memory(model)
-        if "state" in kinds:
-            kinds["state"] = get_optimizer_cost(self.optimizer).state(cost.updated_model(model, replicas))
-        kinds |= cost.device_memory(model, replicas)
-        kinds |= self._round_memory(model, replicas)
-        if self.overlap and replicas > 1:
-            kinds["chunks in flight"] = cost.overlap_memory(model, replicas)
+        kinds, options = {}, self.options
+        if not options.holds_optimizer_state:
+            state = get_optimizer_cost(self.optimizer).state(options.updated_model(model, replicas))
+            kinds = {"parameters": 4.0 * model.entries, "gradients": 4.0 * model.entries}
+            kinds |= {"state": state} if state else {}
+        kinds |= options.held_memory(model, replicas)
+        kinds |= options.temporary_memory(model, replicas, several_levels, self.overlap)
+        if self.optimizer == "Muon" and options.extra_orthogonalizations(replicas):
+            kinds["round steps"] = 4.0 * count_entries(model.hidden_shapes)  # the sum of a round's steps
         return kinds
 
-    def total_memory(self, workload: Workload, shard: int, replicas: int, micro_batch: int) -> dict[str, float]:
+    def total_memory(
+        self, workload: Workload, shard: int, replicas: int, micro_batch: int, several_levels: bool = False
+    ) -> dict[str, float]:
         """Return the estimated bytes on a rank's device, by kind: `device_memory`, FSDP's copy and activations."""
-        kinds = self.device_memory(workload.local(shard), replicas)
+        kinds = self.device_memory(workload.local(shard), replicas, several_levels)
         return kinds | {"working copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
 
     def simulated_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the bytes of a process that simulates all replicas, by kind, without activations and FSDP's copy."""
-        kinds = self.options.cost().simulated_memory(model, replicas, self._optimizer_memory(model))
-        return kinds | {kind: replicas * nbytes for kind, nbytes in self._round_memory(model, replicas).items()}
+        """Return the bytes of a process that simulates all replicas, by kind, without activations and FSDP's copy.
 
-    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the bytes in host memory, by kind."""
-        return self.options.cost().host_memory(model, replicas)
-
-    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that (the packing pass, the other passes) copy between device and host."""
-        return self.options.cost().host_link_traffic(model, replicas)
-
-    def _round_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the bytes of the sum of a round's steps."""
-        if self.optimizer != "Muon" or not self.options.cost().extra_orthogonalizations(replicas):
-            return {}
-        return {"round steps": 4.0 * count_entries(model.hidden_shapes)}
-
-    def _optimizer_memory(self, model: LocalModel) -> dict[str, float]:
-        if self.options.cost().includes_optimizer:
-            return {}
-        return get_optimizer_cost(self.optimizer).device_memory(model)
+        Every replica has gradients, states and messages of its own. Parameters and the optimizer's state are common,
+        unless the replicas' weights differ; dense gradients are summed before the method runs.
+        """
+        kinds, options = self.device_memory(model, replicas), self.options
+        if self.is_dense:
+            return kinds
+        common = ("parameters", "state")
+        if options.per_replica_weights:
+            common = ()
+        elif options.holds_optimizer_state or options.divides_update:
+            common = ("parameters",)
+        return {kind: (1 if kind in common else replicas) * nbytes for kind, nbytes in kinds.items()}

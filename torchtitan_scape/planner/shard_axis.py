@@ -2,21 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.candidates import Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Prediction, predict
-from torchtitan_scape.sharding.cost import ShardPlan, flat_rows, mean_gathers, shard_bytes, shard_memory
+from torchtitan_scape.planner.step import FSDP, Prediction, predict
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.topology.layout import Layout, plan_layout
 
 WANTED = 1.5  # the report explains a smaller gain
 DENSE = PlannedRun(DenseOptions(), overlap=True)
 SCAPE = PlannedRun(ScapeOptions(density=0.05, code="int4"))  # 1.1 % of the bytes
-FSDP, LEVELS = "FSDP", "three levels"
+LEVELS = "three levels"
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ def shard_axis_variants(case: PlanRequest, shard: int) -> list[ShardAxisVariant]
     layout = plan_layout(
         case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
     )
-    found = [_of(case, layout, FSDP, "", method) for method in (DENSE, SCAPE)]
+    found = [_of(case, layout, "FSDP", "", method, FSDP) for method in (DENSE, SCAPE)]
     plan, detail = _zeropp(layout)
-    found += [_of(case, layout, "ZeRO++", detail, method, sharding=plan) for method in (DENSE, SCAPE)]
+    found += [_of(case, layout, "ZeRO++", detail, method, plan) for method in (DENSE, SCAPE)]
     if case.ranks_per_node % shard == 0:
         for w in (w for w in range(1, shard) if shard % w == 0):
             # Three levels sum gradients before the optimizer, without overlap.
@@ -82,10 +81,10 @@ def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
     return ShardPlan("int8", secondary=True, gradients=codes, hops=1 + two), f"int8 + secondary, {'+'.join(codes)}"
 
 
-def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, None, LevelsPlan]:
+def _levels(layout: Layout, w: int, summed: float, method: PlannedRun) -> tuple[str, PlannedRun, LevelsPlan]:
     gathered, update = (coded(8, 256) if w > 1 else 2.0), coded(8, 256)
     plan = LevelsPlan(w, layout.shard, layout.replicate, gathered, (coded(4, 128),), summed, update)
-    return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, None, plan
+    return f"over {w}, {layout.shard}, {layout.world_size if summed else layout.shard} ranks", method, plan
 
 
 def _of(
@@ -94,24 +93,24 @@ def _of(
     title: str,
     detail: str,
     method: PlannedRun,
-    sharding: ShardPlan | None = None,
-    levels: LevelsPlan | None = None,
+    plan: ShardPlan | LevelsPlan,
 ) -> ShardAxisVariant:
-    rows = flat_rows(case.workload, layout.shard)
-
     def predicted(case: PlanRequest, micro_batch: int) -> Prediction:
-        options: dict[str, Any] = {"assumptions": case.assumptions, "sharding": sharding, "levels": levels}
-        found = predict(method, case.workload, layout, case.links, batch=case.batch, micro_batch=micro_batch, **options)
-        kept = shard_memory(sharding, rows, layout) if sharding is not None else {}
-        return replace(found, memory=found.memory | kept)
+        batch, assumptions, links = case.batch, case.assumptions, case.links
+        return predict(
+            method,
+            case.workload,
+            layout,
+            links,
+            batch=batch,
+            micro_batch=micro_batch,
+            assumptions=assumptions,
+            shard_axis=plan,
+        )
 
     chosen = of_largest_micro_batch(case, layout, lambda micro_batch: predicted(case, micro_batch))
     micro_batches = case.batch // (case.ranks * chosen.micro_batch)
-    if levels is not None:
-        n, gathers = float(case.workload.parameters), mean_gathers(rows)
-        sent = levels.sent(n, gathers, micro_batches, layout)
-    else:
-        sent = shard_bytes(sharding or ShardPlan(), rows, layout, micro_batches)
+    sent = plan.sent(flat_rows(case.workload, layout.shard), layout, micro_batches)
     network = chosen.prediction.sent.get("network", 0.0)
     network += sum(nbytes for (level, _), nbytes in sent.items() if level == "network")
     return ShardAxisVariant(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))

@@ -5,29 +5,26 @@ derives the rates from a machine and a workload, under stated `Assumptions`. `to
 collectives, and the options of each method what is sent. Units: seconds and bytes.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchtitan_scape.core.workloads import LocalModel, Workload
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.sharding.cost import (
-    ShardPlan,
-    flat_rows,
-    gather_stages,
-    matrix_stages,
-    mean_gathers,
-    shard_stages,
-)
+from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.sharding.matrix_cost import MFU, divides_matrices, gather_stages, matrix_stages, optimizer_flops
+from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links, best_chunks, pipeline_seconds, stage_seconds
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
-from torchtitan_scape.topology.ring_bytes import Levels, all_reduce_stages, bytes_by_level, scalar_stages, spanned
+from torchtitan_scape.topology.ring_bytes import Levels, bytes_by_level, scalar_stages, spanned
 
 # Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An
 # H100 has 989, 495 and 67 TFLOP/s, an MI250X 383 and 96.
 BF16_PER = {"CUDA": (2.0, 15.0), "ROCm": (4.0, 4.0), "": (1.0, 1.0)}
+
+FSDP = ShardPlan()  # with its own collectives
 
 # ------------------------------------------------------------------------------------------- the step
 
@@ -96,39 +93,40 @@ def predict_step(
             half the time.
     """
     scalars, levels = scalar_stages(levels), spanned(levels, flat)
-    replicas = math.prod(level.size for level in levels)
-    calls = run.collective_calls(model, levels)
+    calls = run.options.collective_calls(model, levels)
     if chunk_bytes:
         calls = [replace(call, chunks=0) for call in calls]
-    exposed, hidden_calls = [c for c in calls if not c.hidden], [c for c in calls if c.hidden]
-    stages = [stage for call in exposed for stage in call.stages(levels)]
-    latency, transfer = stage_seconds([stage for call in exposed for stage in call.slowest_stages(levels)], links)
-    # The stages contain the latency of all chunks if the method determines these. Only all-reduces are divided here.
-    own_chunks = round(sum(call.share * call.chunks for call in exposed))
-    if own_chunks or any(call.kind != "all_reduce" for call in exposed):
-        chunks = 1
-    elif chunk_bytes:
-        chunks = max(1, -(-int(sum(call.share * call.input_bytes for call in exposed)) // chunk_bytes))
-    else:
-        chunks = best_chunks(pack_seconds, transfer, latency)
-    exchange = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if replicas > 1 else 0.0
+    exposed = [call for call in calls if not call.hidden]
+    exchange, chunks = _exposed_exchange(exposed, levels, links, pack_seconds, chunk_bytes)
     beside_passes = 0.0
     if run.overlap:
-        weights = [c for c in exposed if c.kind == "all_gather"] if run.options.cost().sends_weights else []
+        weights = [call for call in exposed if call.kind == "all_gather" and run.options.divides_update]
         arriving = sum(stage_seconds([stage for call in weights for stage in call.slowest_stages(levels)], links))
         beside_passes = min(exchange - arriving, backward_seconds) + min(arriving, backward_seconds / 2)
-    exchange -= beside_passes
     # No rank packs before the finite flag is known.
-    exchange += run.options.cost().scalar_reductions * sum(stage_seconds(scalars, links))
-    later = [stage for call in hidden_calls for stage in call.stages(levels)]
-    seconds = sum(stage_seconds(later, links))
-    hidden = min(seconds, compute_seconds)
-    exchange += seconds - hidden
-    hidden += beside_passes
-    optimizer = pack_seconds + rest_seconds
-    sent = bytes_by_level(stages + later)
-    chunks = max(chunks, own_chunks)
-    return Prediction(run, compute_seconds, exchange, shard_seconds, optimizer, fixed_seconds, hidden, sent, chunks)
+    exchange += run.options.scalar_reductions * sum(stage_seconds(scalars, links)) - beside_passes
+    later = sum(stage_seconds([s for call in calls if call.hidden for s in call.stages(levels)], links))
+    hidden = min(later, compute_seconds)
+    sent = bytes_by_level([stage for call in calls for stage in call.stages(levels)])
+    times = (compute_seconds, exchange + later - hidden, shard_seconds, pack_seconds + rest_seconds, fixed_seconds)
+    return Prediction(run, *times, hidden + beside_passes, sent, chunks)
+
+
+def _exposed_exchange(
+    calls: Sequence[CollectiveCall], levels: Levels, links: Links, pack_seconds: float, chunk_bytes: int
+) -> tuple[float, int]:
+    """Return the seconds that collectives add to the packing pass, and the chunks of the payload."""
+    latency, transfer = stage_seconds([stage for call in calls for stage in call.slowest_stages(levels)], links)
+    # The stages contain the latency of all chunks if the method determines these. Only all-reduces are divided here.
+    own_chunks = round(sum(call.share * call.chunks for call in calls))
+    if own_chunks or any(call.kind != "all_reduce" for call in calls):
+        chunks = 1
+    elif chunk_bytes:
+        chunks = max(1, -(-int(sum(call.share * call.input_bytes for call in calls)) // chunk_bytes))
+    else:
+        chunks = best_chunks(pack_seconds, transfer, latency)
+    seconds = pipeline_seconds(pack_seconds, transfer, latency, chunks) - pack_seconds if levels else 0.0
+    return seconds, max(chunks, own_chunks)
 
 
 # ------------------------------------------------------------------------- rates from machine and workload
@@ -146,45 +144,14 @@ class Assumptions:
         usable_memory: Share of the device's memory that a job can fill (fragmentation, NCCL's buffers, the context).
     """
 
-    mfu: float = 0.4
+    mfu: float = MFU
     memory_efficiency: float = MEMORY_EFFICIENCY
     passes: PassRates | None = None
     usable_memory: float = 0.9
 
-
-def fsdp_seconds(levels: Levels, workload: Workload, links: Links) -> float:
-    """Return FSDP's traffic per micro-batch: two all-gathers of BF16 parameters, one reduce-scatter of FP32 gradients.
-
-    Each is a ring over the whole shard axis, for every layer, the embedding and the output.
-    """
-    # An all-reduce of n FP32 values sends 8 n bytes in two rounds of the ring, as these three do.
-    latency, transfer = stage_seconds(all_reduce_stages(workload.parameters, spanned(levels, flat=True)), links)
-    return 1.5 * (workload.layers + 2) * latency + transfer
-
-
-def divides_matrices(
-    run: PlannedRun, model: LocalModel, layout: Layout, links: Links, assumptions: Assumptions | None = None
-) -> bool:
-    """Return whether replicas divide the matrix products of the optimizer: if this is faster than to repeat them.
-
-    It requires replicas with equal gradients, and a GPU, because the rate of a CPU is not known. With nominal links and
-    a method that compresses they do not: such a method is for links that are slower, and the gather may be the larger
-    part of all bytes.
-
-    Args:
-        model: Whole parameters.
-    """
-    device, cost = layout.machine.device, run.options.cost()
-    stages = gather_stages(run.optimizer, model, layout)
-    if not stages or cost.per_replica_weights or cost.includes_optimizer or cost.divides_update or not device.runtime:
-        return False
-    if links.nominal and cost.compresses:
-        return False
-    ranks = layout.shard * layout.context
-    replicas = layout.replicate
-    saved = run.optimizer_flops(model, ranks, replicas) - run.optimizer_flops(model, ranks * replicas, replicas)
-    rate = device.peak * 1e12 * (assumptions or Assumptions()).mfu
-    return sum(stage_seconds(stages, links)) < saved / rate
+    def product_rate(self, layout: Layout) -> float:
+        """Return the operations/s of matrix products in BF16 on one device."""
+        return layout.machine.device.peak * 1e12 * self.mfu
 
 
 def last_backward(compute_seconds: float, micro_batches: int) -> float:
@@ -203,81 +170,85 @@ def predict(
     assumptions: Assumptions | None = None,
     compute_seconds: float | None = None,
     fixed_seconds: float = 0.0,
-    sharding: ShardPlan | None = None,
-    levels: LevelsPlan | None = None,
+    shard_axis: ShardPlan | LevelsPlan = FSDP,
 ) -> Prediction:
     """Predict a step of `workload` on `layout` (replicate x shard) from bytes, FLOPs and `assumptions`.
 
-    FSDP's traffic is exposed as far as it exceeds compute, the matrix exchange of an optimizer completely.
+    The traffic of the shard axis is exposed as far as it exceeds compute, the matrix exchange of an optimizer and what
+    three levels send once per step completely.
 
     Args:
         batch: Sequences per step, over all ranks.
         micro_batch: Sequences per rank and micro-batch.
         compute_seconds: Forward and backward passes of a step, if known.
-        sharding: Replacement of FSDP's own collectives; None for these.
-        levels: Three levels in the place of FSDP; what they send once per step is exposed.
 
     Raises:
         ValueError: The ranks do not divide the batch.
     """
     assumptions = assumptions or Assumptions()
     ranks = layout.replicate * layout.shard
-    if batch < 1 or batch % (ranks * micro_batch):
-        raise ValueError(
-            f"a global batch of {batch} sequences is no multiple of {ranks} ranks x {micro_batch} sequences at a time; "
-            f"take {max(1, round(batch / ranks / micro_batch)) * ranks * micro_batch}"
-        )
-    device = layout.machine.device
+    _check_batch(batch, ranks, micro_batch)
     if compute_seconds is None:
         flops = workload.flops_per_token() * workload.sequence * batch
-        compute_seconds = flops / (ranks * device.peak * 1e12 * assumptions.mfu)
-    shard = levels.spread if levels else layout.shard
-    model, whole = workload.local(shard), workload.whole()
-    streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
-    rates = assumptions.passes.of(run) if assumptions.passes else (streaming, streaming)
-    shard_tiers, tiers = layout.hierarchy(layout.model_group(0)), layout.hierarchy(layout.replicate_group(0))
-    device_bytes = run.memory_traffic(model, layout.replicate, len(tiers))
-    link_bytes = run.host_link_traffic(model, layout.replicate)
-    # Copies to and from the host overlap with the passes.
-    pack, rest = (
-        max(nbytes / rate, copied / (device.host_link * 1e9))
-        for nbytes, rate, copied in zip(device_bytes, rates, link_bytes, strict=True)
-    )
-    divided = levels is None and divides_matrices(run, whole, layout, links, assumptions)
-    by_replicas = divided or (levels is None and run.options.cost().divides_update)
-    sharing = layout.shard * layout.context * (layout.replicate if by_replicas else 1)
-    flops = run.optimizer_flops(whole, sharing, layout.replicate)
-    products = run.options.cost().matrix_flops(model, layout.replicate)
-    flops += sum(rate * count for rate, count in zip(BF16_PER[device.runtime], products, strict=True))
-    rest += flops / (device.peak * 1e12 * assumptions.mfu)
+        compute_seconds = flops / (ranks * assumptions.product_rate(layout))
     micro_batches = batch // (ranks * micro_batch)
-    if levels is not None:
-        rows = flat_rows(workload, layout.shard)
-        each, once = levels.stages(float(workload.parameters), mean_gathers(rows), len(rows), layout, micro_batches)
-        traffic = micro_batches * sum(stage_seconds(each, links))
-        fixed_seconds += sum(stage_seconds(once, links))
-        tiers = () if levels.sums else tiers
-    elif sharding is not None and sharding.active:
-        stages = shard_stages(sharding, flat_rows(workload, layout.shard), layout, micro_batches)
-        traffic = sum(stage_seconds(stages, links))
-    else:
-        traffic = micro_batches * fsdp_seconds(shard_tiers, workload, links)
-    matrices = matrix_stages(
-        run.optimizer, whole, layout, 1.0 + run.options.cost().extra_orthogonalizations(layout.replicate)
-    )
-    if divided:
-        matrices += gather_stages(run.optimizer, whole, layout)
+    levels, rows = isinstance(shard_axis, LevelsPlan), flat_rows(workload, layout.shard)
+    shard = shard_axis.shards(layout)
+    model, whole = workload.local(shard), workload.whole()
+    divided = not levels and divides_matrices(run.options, run.optimizer, whole, layout, links, assumptions.mfu)
+    pack, rest = _pass_seconds(run, model, layout, links, assumptions)
+    rest += _product_flops(
+        run, model, whole, layout, divided or (not levels and run.options.divides_update)
+    ) / assumptions.product_rate(layout)
+    times = 1.0 + run.options.extra_orthogonalizations(layout.replicate)
+    matrices = matrix_stages(run.optimizer, whole, layout, times)
+    matrices += gather_stages(run.optimizer, whole, layout) if divided else []
+    traffic, once = shard_axis.seconds(rows, layout, links, micro_batches)
+    tiers = layout.hierarchy(layout.replicate_group(0))
     predicted = predict_step(
         run,
-        tiers,
+        () if shard_axis.sums else tiers,
         links,
         model,
         compute_seconds=compute_seconds,
         pack_seconds=pack,
         rest_seconds=rest,
         shard_seconds=max(0.0, traffic - compute_seconds) + sum(stage_seconds(matrices, links)),
-        fixed_seconds=fixed_seconds,
+        fixed_seconds=fixed_seconds + once,
         backward_seconds=last_backward(compute_seconds, micro_batches),
     )
-    memory = run.total_memory(workload, shard, layout.replicate, micro_batch)
-    return replace(predicted, memory=levels.memory(workload.shapes(), memory) if levels else memory)
+    memory = run.total_memory(workload, shard, layout.replicate, micro_batch, len(tiers) > 1)
+    return replace(predicted, memory=shard_axis.memory(memory, rows, layout))
+
+
+def _check_batch(batch: int, ranks: int, micro_batch: int) -> None:
+    if batch < 1 or batch % (ranks * micro_batch):
+        raise ValueError(
+            f"a global batch of {batch} sequences is no multiple of {ranks} ranks x {micro_batch} sequences at a time; "
+            f"take {max(1, round(batch / ranks / micro_batch)) * ranks * micro_batch}"
+        )
+
+
+def _pass_seconds(
+    run: PlannedRun, model: LocalModel, layout: Layout, links: Links, assumptions: Assumptions
+) -> tuple[float, float]:
+    """Return the seconds of (the packing pass, the other passes). Copies to and from the host overlap with them."""
+    device = layout.machine.device
+    streaming = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
+    rates = assumptions.passes.of(run) if assumptions.passes else (streaming, streaming)
+    several_levels = len(layout.hierarchy(layout.replicate_group(0))) > 1
+    moved = run.memory_traffic(model, layout.replicate, several_levels)
+    copied = run.options.host_link_traffic(model, layout.replicate)
+    pack, rest = (
+        max(nbytes / rate, of_host / (device.host_link * 1e9))
+        for nbytes, rate, of_host in zip(moved, rates, copied, strict=True)
+    )
+    return pack, rest
+
+
+def _product_flops(run: PlannedRun, model: LocalModel, whole: LocalModel, layout: Layout, divided: bool) -> float:
+    """Return the matrix products of optimizer and exchange, as operations in BF16. divided: among replicas."""
+    sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
+    flops = optimizer_flops(run.options, run.optimizer, whole, sharing, layout.replicate)
+    products = run.options.matrix_flops(model, layout.replicate)
+    return flops + sum(n * count for n, count in zip(BF16_PER[layout.machine.device.runtime], products, strict=True))

@@ -91,7 +91,7 @@ def replicate(
 def _options(method: MethodChoice, overlap: bool) -> MethodOptions:
     """Return the options of a method. Raises ValueError if it does not support `overlap`."""
     options = method if isinstance(method, MethodOptions) else _options_of(method)
-    if overlap and not options.cost().supports_overlap:
+    if overlap and not options.supports_overlap():
         raise ValueError(
             f"overlap = True does not go with method {options.method_name()!r} and these options; leave it out"
         )

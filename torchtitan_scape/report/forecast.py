@@ -10,7 +10,7 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Assumptions, Prediction, predict
+from torchtitan_scape.planner.step import FSDP, Assumptions, Prediction, predict
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.layout import Layout, simulated_layout
 from torchtitan_scape.topology.links import Links
@@ -60,7 +60,7 @@ class Forecast:
         """Return the forecast. `layout` is that of the process, or group of shards, that simulates the replicas."""
         simulated = simulated_layout(layout, config.topology.simulate_replicas)
         workload, links = workload_of(config), Links.from_machine(layout.machine)
-        plan, _ = shard_axis_of(config, layout, on_cpu=False)
+        shard_axis, _ = shard_axis_of(config, layout)
         run, dense = (
             predict(
                 method,
@@ -69,9 +69,9 @@ class Forecast:
                 links,
                 batch=workload.batch,
                 micro_batch=config.training.local_batch_size,
-                sharding=sharding,
+                shard_axis=plan,
             )
-            for method, sharding in ((method_of(config), plan), (PlannedRun(DenseOptions(), "AdamS"), None))
+            for method, plan in ((method_of(config), shard_axis), (PlannedRun(DenseOptions(), "AdamS"), FSDP))
         )
         return cls(simulated, run, dense)
 

@@ -6,10 +6,9 @@ from typing import Any
 from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.planner.configured import levels_of, method_of, shard_axis_of
+from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.report.stage_memory import stage_memory
-from torchtitan_scape.sharding.cost import shard_memory
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.groups import most_groups
 from torchtitan_scape.topology.layout import Layout
@@ -50,21 +49,23 @@ class MemoryReport:
         device.
         """
         workload, method = workload_of(config), method_of(config)
-        levels = levels_of(config, layout)
-        shards = levels.spread if levels else layout.shard * layout.context * layout.tensor
+        shard_axis, rows = shard_axis_of(config, layout)
+        shards = shard_axis.shards(layout)
+
+        several = len(layout.hierarchy(layout.replicate_group(0))) > 1
 
         def kinds_of(method: PlannedRun) -> dict[str, float]:
             if layout.pipeline > 1:
-                return stage_memory(config, workload, method, layout, shards)[1]
-            kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size)
-            return levels.memory(workload.shapes(), kinds) if levels else kinds
+                kinds = stage_memory(config, workload, method, layout, shards)[1]
+                return shard_axis.memory(kinds, rows, layout)
+            kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size, several)
+            return shard_axis.memory(kinds, rows, layout)
 
         model = workload.local(shards)
         if layout.pipeline > 1:
             model, _ = stage_memory(config, workload, method, layout, shards)
-        plan, rows = shard_axis_of(config, layout, on_cpu=False)
-        kinds = kinds_of(method) | ({} if levels else shard_memory(plan, rows, layout))
-        host = method.host_memory(model, layout.replicate)
+        kinds = kinds_of(method)
+        host = method.options.host_memory(model, layout.replicate)
         preset, against = layout.machine.device, ""
         groups = most_groups(layout, **group_options(config))
         plain = replace(method, options=method.options.without_memory_savings())
@@ -72,7 +73,7 @@ class MemoryReport:
             saved = sum(kinds_of(plain).values()) - sum(kinds_of(method).values())
             than = "a replicated update with FP32 weights and nothing offloaded"
             against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
-            if moved := sum(method.host_link_traffic(model, layout.replicate)):
+            if moved := sum(method.options.host_link_traffic(model, layout.replicate)):
                 seconds = moved / (preset.host_link * 1e9)
                 against += (
                     f"; {size_text(moved)} to and from the host per step, {seconds:.3g} s at {preset.host_link:g} GB/s "

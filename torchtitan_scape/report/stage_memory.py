@@ -22,7 +22,7 @@ def stage_memory(
     model, batches = workload.local(shards), micro_batches(config)
     for number, modules in enumerate(stage_modules(config, workload.layers)):
         part = model.select(_names_in(modules, model.names))
-        kinds = method.device_memory(part, layout.replicate)
+        kinds = method.device_memory(part, layout.replicate, len(layout.hierarchy(layout.replicate_group(0))) > 1)
         own = replace(workload, layers=sum(module.startswith("layers.") for module in modules))
         size, is_last = config.parallelism.pipeline_parallel_microbatch_size, number == layout.pipeline - 1
         is_1f1b = config.parallelism.pipeline_parallel_schedule.lower() == "1f1b"

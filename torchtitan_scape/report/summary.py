@@ -17,13 +17,14 @@ from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving
-from torchtitan_scape.planner.configured import levels_of, shard_axis_of
+from torchtitan_scape.planner.configured import shard_axis_of
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
-from torchtitan_scape.sharding.cost import matrix_stages, mean_gathers, shard_bytes
+from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.sharding.matrix_cost import matrix_stages
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links
 
@@ -60,88 +61,93 @@ class SummaryView(Protocol):
 def summarize(trainer: SummaryView) -> None:
     """Log a summary on rank 0, and write it to summary.json in the dump folder. Collective."""
     trainer.replica_optimizer.finish_previous_step()
-    traffic = trainer.replica_optimizer.collectives.ledger
-    sent = trainer.metrics_processor.bytes_per_step(trainer.steps_taken, since={})
+    figures, sent = _measured(trainer)
+    if dist.get_rank() != 0:
+        return
+    folder = Path(trainer.job_config.job.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
+    simulated = f", {trainer.simulated} simulated replicas" if trainer.simulated > 1 else ""
+    title = f"Summary of {trainer.step} steps ({figures['method']}, {figures['optimizer']}{simulated})"
+    rows = _rows(trainer, figures, sent, folder)
+    width = max(len(name) for name, _ in rows)
+    if trainer.ran_out:
+        title += f": end of data after {trainer.step} steps"
+    if trainer.stopped_early:
+        title += f": no lower validation loss, ended after {trainer.step} steps"
+    logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
+
+
+def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
+    """Return the content of summary.json, and the bytes per step of the metrics. Collective."""
+    replica_optimizer, metrics, steps = trainer.replica_optimizer, trainer.metrics_processor, trainer.steps_taken
+    sent = metrics.bytes_per_step(steps, since={})
     local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
-    read = torch.tensor(local, dtype=torch.float64, device=trainer.replica_optimizer.grad_norm.device)
+    read = torch.tensor(local, dtype=torch.float64, device=replica_optimizer.grad_norm.device)
     # Ranks with the same data-parallel index read the same tokens.
-    read = trainer.replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
+    read = replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
-    steps, total = trainer.steps_taken, trainer.step
     shards, planned = _planned_on_shard_axis(trainer), _planned_on_replicate_axis(trainer)
-    interfaces = trainer.interfaces.summary()
-    tokens_per_second = tokens_seen / total * steps / trainer.train_seconds
-    validates = trainer.job_config.validation.enable
-    validation = trainer.validator.last_loss if validates else None
-    figures = trainer.validator.figures if validates else {}
+    interfaces = trainer.interfaces.summary()  # before other messages
+    validates, calls = trainer.job_config.validation.enable, replica_optimizer.collectives.ledger.calls
     summary = {
         "method": trainer.job_config.sync.method,
         "optimizer": trainer.job_config.optimizer.name,
-        "steps": total,
+        "steps": trainer.step,
         "tokens": int(tokens_seen),
         "data_ran_out": trainer.ran_out,
         "stopped_early": trainer.stopped_early,
         "empty_documents": int(empty),
         "sequence": trainer.job_config.training.seq_len,
-        "training_loss": trainer.metrics_processor.last_loss,
-        "validation_loss": validation,
-        **{f"validation_{name}": value for name, value in figures.items()},
-        "tokens_per_second": tokens_per_second,
+        "training_loss": metrics.last_loss,
+        "validation_loss": trainer.validator.last_loss if validates else None,
+        **{f"validation_{name}": value for name, value in (trainer.validator.figures if validates else {}).items()},
+        "tokens_per_second": tokens_seen / trainer.step * steps / trainer.train_seconds,
         "seconds_per_step": trainer.train_seconds / steps,
-        "seconds_by_phase": trainer.metrics_processor.mean_seconds(steps),
+        "seconds_by_phase": metrics.mean_seconds(steps),
         "bytes_sent_per_step_and_rank": sent.replicas,
-        "bytes_sent_per_rank": trainer.metrics_processor.total_sent(),
+        "bytes_sent_per_rank": metrics.total_sent(),
         "shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in sent.shards.items()},
-        "payload_parts": trainer.replica_optimizer.methods[0].payload_chunks(),
+        "payload_parts": replica_optimizer.methods[0].payload_chunks(),
         "planned_bytes_per_step_and_rank": planned,
         "dense_bytes_per_step_and_rank": sent.dense,
         "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
-        "wait_seconds_per_step_by_rank": trainer.metrics_processor.mean_waits(steps),
-        "messages_per_step": {" ".join(entry): calls / steps for entry, calls in sorted(traffic.calls.items())},
+        "wait_seconds_per_step_by_rank": metrics.mean_waits(steps),
+        "messages_per_step": {" ".join(entry): count / steps for entry, count in sorted(calls.items())},
         "interfaces": interfaces,
-        "skipped_steps": trainer.replica_optimizer.guard.skipped,
+        "skipped_steps": replica_optimizer.guard.skipped,
         "layout": trainer.described,
     }
-    unsent = trainer.replica_optimizer.metrics().get("residual_norm")
-    if unsent is not None:
-        summary["residual_norm"] = unsent
-    peak = trainer.metrics_processor.take_peak()
-    summary["peak_memory_bytes"] = peak
+    unsent = replica_optimizer.metrics().get("residual_norm")
+    summary |= {} if unsent is None else {"residual_norm": unsent}
+    summary["peak_memory_bytes"] = metrics.take_peak()
     if trainer.memory is not None:
         summary["predicted_memory_bytes"] = trainer.memory.kinds
     if trainer.forecast is not None:
         summary |= {"simulated_replicas": trainer.simulated, "predicted": trainer.forecast.figures()}
-    if dist.get_rank() != 0:
-        return
-    folder = Path(trainer.job_config.job.dump_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    simulated = f", {trainer.simulated} simulated replicas" if trainer.simulated > 1 else ""
-    title = (
-        f"Summary of {total} steps ({trainer.job_config.sync.method}, {trainer.job_config.optimizer.name}{simulated})"
-    )
-    rows = [
-        ("layout", trainer.described),
-        ("tokens", f"{int(tokens_seen):,}, {tokens_per_second:,.0f} per second"),
-        ("empty documents", f"{empty:,.0f} skipped"),
-        ("training loss", f"{_loss_text(trainer.metrics_processor.last_loss)} (last logged step)"),
-        ("validation loss", f"{_loss_text(validation)}{_figures_text(figures)}"),
+    return summary, sent
+
+
+def _rows(trainer: SummaryView, figures: dict[str, Any], sent: Any, folder: Path) -> list[tuple[str, str]]:
+    """Return the rows (name, value) of the log."""
+    unsent = figures.get("residual_norm")
+    validation = trainer.validator.figures if trainer.job_config.validation.enable else {}
+    return [
+        ("layout", figures["layout"]),
+        ("tokens", f"{figures['tokens']:,}, {figures['tokens_per_second']:,.0f} per second"),
+        ("empty documents", f"{figures['empty_documents']:,} skipped"),
+        ("training loss", f"{_loss_text(figures['training_loss'])} (last logged step)"),
+        ("validation loss", f"{_loss_text(figures['validation_loss'])}{_figures_text(validation)}"),
         ("sent per step and rank", sent_text(sent.replicas, sent.dense)),
         *([("on the shard axis", shards_text(sent.shards))] if sent.shards else ()),
-        *(("interfaces, per step", line) for line in interface_lines(interfaces)),
+        *(("interfaces, per step", line) for line in interface_lines(figures["interfaces"])),
         *(trainer.forecast.rows() if trainer.forecast else ()),
-        *([("memory", trainer.memory.compared_with(peak))] if trainer.memory else ()),
+        *([("memory", trainer.memory.compared_with(figures["peak_memory_bytes"]))] if trainer.memory else ()),
         *([("pending updates", f"norm {unsent:.3g}")] if unsent is not None else ()),
-        ("skipped steps", str(trainer.replica_optimizer.guard.skipped)),
+        ("skipped steps", str(figures["skipped_steps"])),
         ("written to", str(folder / "summary.json")),
         *_to_export(trainer.job_config, folder),
     ]
-    width = max(len(name) for name, _ in rows)
-    if trainer.ran_out:
-        title += f": end of data after {total} steps"
-    if trainer.stopped_early:
-        title += f": no lower validation loss, ended after {total} steps"
-    logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 
 def report_dry_run(trainer: SummaryView, saving: Saving | None) -> None:
@@ -190,12 +196,11 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
             return {}
         rows = tuple(replace(row, gathers=1) for row in rows)
     micro_batches = trainer.gradient_accumulation_steps // trainer.simulated
-    if levels := levels_of(trainer.job_config, trainer.layout):
-        entries = float(trainer.layout.shard * sum(row.entries for row in rows))
-        return levels.sent(entries, mean_gathers(rows), micro_batches, trainer.layout)
-    sent = shard_bytes(plan, rows, trainer.layout, micro_batches)
+    sent = plan.sent(rows, trainer.layout, micro_batches)
+    if isinstance(plan, LevelsPlan):
+        return sent
     optimizer, model = trainer.job_config.optimizer.name, workload_of(trainer.job_config).whole()
-    times = 1.0 + options_of(trainer.job_config.sync).cost().extra_orthogonalizations(trainer.layout.replicate)
+    times = 1.0 + options_of(trainer.job_config.sync).extra_orthogonalizations(trainer.layout.replicate)
     for stage in matrix_stages(optimizer, model, trainer.layout, times):
         sent[stage.level, UPDATE] = stage.sent
     return {pair: value / stages for pair, value in sent.items()}

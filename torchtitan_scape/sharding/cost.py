@@ -1,4 +1,4 @@
-"""Cost of the shard axis in closed form: FSDP2's own collectives, ZeRO++, and Muon's matrix exchanges. No torch.
+"""Cost of the shard axis in closed form: FSDP2's own collectives and ZeRO++. No torch.
 
 Messages are those of `sharding.messages`, padding included. Bytes are counted per link level, as in
 `topology.shard_collectives`, and averaged over the ranks of the group.
@@ -9,50 +9,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from torchtitan_scape.core.workloads import LocalModel, Shape, Workload
+from torchtitan_scape.core.workloads import Shape, Workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common.alignment import padded_bytes
-from torchtitan_scape.optimizers.cost import get_optimizer_cost
-from torchtitan_scape.sharding.tagc_cost import SparsePlan
+from torchtitan_scape.kernels.tagc.formats import BLOCK
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.ring_bytes import Stage, all_gather_stages
+from torchtitan_scape.topology.links import Links, stage_seconds
+from torchtitan_scape.topology.ring_bytes import Stage, all_reduce_stages, spanned
 
 _SCALE = 4  # bytes
 _CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """Configuration of the all-gather and the reduce-scatter of the shard axis.
-
-    Attributes:
-        weights: Name of the block code, or "dense".
-        weights_block: Entries that share a scale.
-        secondary: Weights are sent between nodes once per update (hpZ).
-        gradients: Codes of the hops, innermost first; () for dense.
-        gradients_block: Entries that share a scale.
-        hops: 1 or 2.
-        weight_bytes: Bytes per entry of weights that are not quantized.
-        gradient_bytes: Bytes per entry of dense gradients.
-        exchanged: Dense gradients use an all-to-all, as on gloo, instead of a ring.
-        sparse: Plan of TAGC, if it reduces the gradients.
-    """
-
-    weights: str = "dense"
-    weights_block: int = 256
-    secondary: bool = False
-    gradients: tuple[str, ...] = ()
-    gradients_block: int = 128
-    hops: int = 1
-    weight_bytes: int = 2
-    gradient_bytes: int = 4
-    exchanged: bool = False
-    sparse: SparsePlan | None = None
-
-    @property
-    def active(self) -> bool:
-        return self.weights != "dense" or self.secondary or bool(self.gradients) or self.sparse is not None
 
 
 @dataclass(frozen=True)
@@ -87,6 +56,150 @@ class FlatRow:
         return padded_bytes(size) + padded_bytes(rest * raw)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """One collective.
+
+    Attributes:
+        kind: Kind of its bytes in the ledger.
+        stage: Traffic of one rank, as the mean over ranks.
+        times: Number of calls per step.
+    """
+
+    kind: str
+    stage: Stage
+    times: float
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Configuration of the all-gather and the reduce-scatter of the shard axis.
+
+    Attributes:
+        weights: Name of the block code, or "dense".
+        weights_block: Entries that share a scale.
+        secondary: Weights are sent between nodes once per update (hpZ).
+        gradients: Codes of the hops, innermost first; () for dense.
+        gradients_block: Entries that share a scale.
+        hops: 1 or 2.
+        weight_bytes: Bytes per entry of weights that are not quantized.
+        gradient_bytes: Bytes per entry of dense gradients.
+        exchanged: Dense gradients use an all-to-all, as on gloo, instead of a ring.
+        sparse: Options of TAGC, if it reduces the gradients.
+    """
+
+    weights: str = "dense"
+    weights_block: int = 256
+    secondary: bool = False
+    gradients: tuple[str, ...] = ()
+    gradients_block: int = 128
+    hops: int = 1
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    exchanged: bool = False
+    sparse: TagcShardingOptions | None = None
+    sums: ClassVar[bool] = False  # no gradients between nodes
+
+    @property
+    def active(self) -> bool:
+        return self.weights != "dense" or self.secondary or bool(self.gradients) or self.sparse is not None
+
+    def shards(self, layout: Layout) -> int:
+        """Return the ranks over which masters and optimizer states are sharded."""
+        return layout.shard * layout.context * layout.tensor
+
+    def sent(self, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> dict[tuple[str, str], float]:
+        """Return the bytes per step that a rank of the first shard group sends, as the mean over ranks, by (link level,
+        kind).
+        """
+        sent: dict[tuple[str, str], float] = defaultdict(float)
+        for call in self._collectives(rows, layout, micro_batches):
+            sent[call.stage.level, call.kind] += call.times * call.stage.sent
+        return dict(sent)
+
+    def seconds(self, rows: Sequence[FlatRow], layout: Layout, links: Links, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds per step of the traffic that (overlaps with compute, does not).
+
+        FSDP2's own collectives are two all-gathers of BF16 parameters and one reduce-scatter of FP32 gradients for each
+        row, as rings over the whole axis.
+        """
+        if not self.active:
+            ring = spanned(layout.hierarchy(layout.model_group(0)), flat=True)
+            entries = len(layout.shard_group(0)) * sum(row.entries for row in rows)
+            # An all-reduce of n FP32 values sends 8 n bytes in two rounds of the ring, as these three do.
+            latency, transfer = stage_seconds(all_reduce_stages(entries, ring), links)
+            return micro_batches * (1.5 * len(rows) * latency + transfer), 0.0
+        calls = self._collectives(rows, layout, micro_batches)
+        stages = [Stage(c.stage.level, c.times * c.stage.rounds, c.times * c.stage.sent) for c in calls]
+        return sum(stage_seconds(stages, links)), 0.0
+
+    def memory(self, kinds: dict[str, float], rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
+        """Return the bytes per rank by kind: `kinds` of optimizer and method, and those of the hooks.
+
+        The hooks keep "secondary weights" and a "shard residual"; "shard messages" are the temporary buffers of the
+        largest group.
+        """
+        group = layout.shard_group(0)
+        ranks, nodes = len(group), layout.by_node(group)
+        if ranks == 1 or not self.active:
+            return kinds
+        kinds = dict(kinds)
+        messages = [0.0]
+        for row in rows:
+            message = row.message_bytes(self.weights, self.weights_block, self.weight_bytes)
+            if self.secondary:
+                kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * message
+            if self.weights != "dense" or self.secondary:
+                forwarded = len(nodes) if self.hops == 2 and not self.secondary else 0
+                # The messages of all ranks are decoded at once, to FP32.
+                messages.append((1 + ranks + forwarded) * message + 4.0 * ranks * row.entries)
+            if self.sparse is not None:
+                residual = 4.0 * ranks * BLOCK * self.sparse.blocks(row.shapes, row.names, ranks)  # of all ranks' rows
+                kinds["shard residual"] = kinds.get("shard residual", 0.0) + residual
+                messages.append(2 * self.sparse.values(row.shapes, row.names, ranks))
+            if self.gradients:
+                input_bytes = ranks * row.message_bytes(self.gradients[0], self.gradients_block, 4)
+                sums = 4.0 * row.entries * (len(nodes) if self.hops == 2 else 1)
+                messages.append(2 * input_bytes + sums + 4.0 * ranks * row.entries)
+        return kinds | {"shard messages": max(messages)}
+
+    def _collectives(self, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> Iterator[_Sent]:
+        group = layout.shard_group(0)
+        if len(group) == 1:
+            return
+        whole, nodes = [group], list(layout.by_node(group))
+        between_nodes = [tuple(ranks) for ranks in zip(*nodes, strict=self.hops == 2)]
+        ranks = len(group)
+        # Innermost first; a group of one rank sends nothing.
+        rank_groups = [one for one in ((nodes, between_nodes) if self.hops == 2 else (whole,)) if len(one[0]) > 1]
+        for row in rows:
+            gathers = micro_batches * row.gathers
+            if self.weights == "dense" and not self.secondary:
+                yield from (
+                    _Sent("weights", s, gathers) for s in _gather_stages(whole, row.entries * self.weight_bytes, layout)
+                )
+            else:
+                sent = row.message_bytes(self.weights, self.weights_block, self.weight_bytes)
+                for number, groups in enumerate(reversed(rank_groups)):
+                    times = 1 if self.secondary and number == 0 else gathers
+                    yield from (_Sent("weights", stage, times) for stage in _gather_stages(groups, sent, layout))
+                    sent *= len(groups[0])
+            if self.sparse is not None:
+                yield from _sparse(self.sparse, row, layout, micro_batches)
+                continue
+            if not self.gradients:
+                stages = exchange_stages if self.exchanged else _scatter_stages
+                sent = row.entries * ranks * self.gradient_bytes
+                yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
+                continue
+            remaining = ranks
+            for number, groups in enumerate(rank_groups):
+                code = self.gradients[min(number, len(self.gradients) - 1)]
+                sent = remaining * row.message_bytes(code, self.gradients_block, 4)
+                yield from (_Sent("gradients", stage, micro_batches) for stage in exchange_stages(groups, sent, layout))
+                remaining //= len(groups[0])
+
+
 def flat_rows(workload: Workload, ranks: int, tensor: int = 1, reshard: str = "default") -> tuple[FlatRow, ...]:
     """Return the rows of TorchTitan's parameter groups: embeddings, each layer, and the last group.
 
@@ -119,21 +232,6 @@ def mean_gathers(rows: Sequence[FlatRow]) -> float:
     return sum(row.gathers * row.entries for row in rows) / sum(row.entries for row in rows)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """One collective.
-
-    Attributes:
-        kind: Kind of its bytes in the ledger.
-        stage: Traffic of one rank, as the mean over ranks.
-        times: Number of calls per step.
-    """
-
-    kind: str
-    stage: Stage
-    times: float
-
-
 def _gather_stages(rank_groups: Sequence[tuple[int, ...]], own_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of an all-gather of `own_bytes` bytes per rank over each rank group."""
     for level, share in _shares([layout.successor_level(rank, ranks) for ranks in rank_groups for rank in ranks]):
@@ -141,7 +239,7 @@ def _gather_stages(rank_groups: Sequence[tuple[int, ...]], own_bytes: float, lay
         yield Stage(level, share * others, share * others * own_bytes)
 
 
-def _exchange_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
+def exchange_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of an all-to-all with `input_bytes` bytes of input per rank over each rank group."""
     pairs = [layout.level(a, b) for ranks in rank_groups for a in ranks for b in ranks if a != b]
     others = len(rank_groups[0]) - 1
@@ -153,144 +251,16 @@ def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
     return [(level, levels.count(level) / len(levels)) for level in dict.fromkeys(levels)]
 
 
-def _collectives(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> Iterator[_Sent]:
-    group = layout.shard_group(0)
-    whole, nodes = [group], list(layout.by_node(group))
-    between_nodes = [tuple(ranks) for ranks in zip(*nodes, strict=plan.hops == 2)]
-    ranks = len(group)
-    # Innermost first; a group of one rank sends nothing.
-    rank_groups = [one for one in ((nodes, between_nodes) if plan.hops == 2 else (whole,)) if len(one[0]) > 1]
-    for row in rows:
-        gathers = micro_batches * row.gathers
-        if plan.weights == "dense" and not plan.secondary:
-            yield from (
-                _Sent("weights", s, gathers) for s in _gather_stages(whole, row.entries * plan.weight_bytes, layout)
-            )
-        else:
-            sent = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
-            for number, groups in enumerate(reversed(rank_groups)):
-                times = 1 if plan.secondary and number == 0 else gathers
-                yield from (_Sent("weights", stage, times) for stage in _gather_stages(groups, sent, layout))
-                sent *= len(groups[0])
-        if plan.sparse is not None:
-            yield from _sparse(plan.sparse, row, layout, micro_batches)
-            continue
-        if not plan.gradients:
-            stages = _exchange_stages if plan.exchanged else _scatter_stages
-            sent = row.entries * ranks * plan.gradient_bytes
-            yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
-            continue
-        remaining = ranks
-        for number, groups in enumerate(rank_groups):
-            code = plan.gradients[min(number, len(plan.gradients) - 1)]
-            sent = remaining * row.message_bytes(code, plan.gradients_block, 4)
-            yield from (_Sent("gradients", stage, micro_batches) for stage in _exchange_stages(groups, sent, layout))
-            remaining //= len(groups[0])
-
-
-def _sparse(plan: SparsePlan, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
+def _sparse(plan: TagcShardingOptions, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
     whole = [layout.shard_group(0)]
-    ranks, times = len(whole[0]), micro_batches if plan.each else 1
+    ranks, times = len(whole[0]), micro_batches if plan.micro == "each" else 1
     if blocks := plan.blocks(row.shapes, row.names, ranks):
-        yield from (_Sent("index", s, times) for s in _exchange_stages(whole, plan.exchanged(blocks, ranks), layout))
+        yield from (_Sent("index", s, times) for s in exchange_stages(whole, plan.exchanged(blocks, ranks), layout))
         yield from (_Sent("index", s, times) for s in _gather_stages(whole, plan.gathered(blocks, ranks), layout))
     values = plan.values(row.shapes, row.names, ranks)
-    yield from (_Sent("gradients", stage, times) for stage in _exchange_stages(whole, values, layout))
+    yield from (_Sent("gradients", stage, times) for stage in exchange_stages(whole, values, layout))
 
 
 def _scatter_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:
     """Yield the stages of a ring reduce-scatter with `input_bytes` bytes of input per rank over each rank group."""
     return _gather_stages(rank_groups, input_bytes / len(rank_groups[0]), layout)
-
-
-def shard_bytes(
-    plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int
-) -> dict[tuple[str, str], float]:
-    """Return the bytes per step that a rank of the first shard group sends, as the mean over ranks, by (link level,
-    kind).
-    """
-    sent: dict[tuple[str, str], float] = defaultdict(float)
-    if layout.shard * layout.context > 1:
-        for call in _collectives(plan, rows, layout, micro_batches):
-            sent[call.stage.level, call.kind] += call.times * call.stage.sent
-    return dict(sent)
-
-
-def shard_stages(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> list[Stage]:
-    """Return the same traffic as a list of stages that run one after the other."""
-    if layout.shard * layout.context == 1:
-        return []
-    calls = _collectives(plan, rows, layout, micro_batches)
-    return [Stage(call.stage.level, call.times * call.stage.rounds, call.times * call.stage.sent) for call in calls]
-
-
-def matrix_stages(optimizer: str, model: LocalModel, layout: Layout, times: float = 1.0) -> list[Stage]:
-    """Return the stages of the optimizer's matrix exchange between the ranks of a replica, averaged over ranks.
-
-    Each rank receives one whole matrix at a time and returns its parts. Other optimizers exchange nothing.
-
-    Args:
-        model: Whole parameters.
-        times: Exchanges of every matrix per step.
-    """
-    group, parts_of = layout.shard_group(0), get_optimizer_cost(optimizer).parts
-    if parts_of is None or len(group) == 1:
-        return []
-    parts = parts_of(model, len(group))
-    sent: dict[str, float] = defaultdict(float)
-    for owner, nbytes in parts:
-        for rank in (rank for rank in group if rank != group[owner]):
-            sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
-    exchanges = 2 * -(-len(parts) // len(group))
-    stages = _exchange_stages([group], 0.0, layout)
-    return [Stage(one.level, times * exchanges * one.rounds, times * sent[one.level]) for one in stages]
-
-
-def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list[int]:
-    """Return the bytes per rank of each all-gather of matrices that replicas divide; [] if there are none.
-
-    Args:
-        model: Whole parameters.
-    """
-    ranks, replicas = len(layout.shard_group(0)), layout.replicate
-    parts_of = get_optimizer_cost(optimizer).parts
-    if parts_of is None or replicas == 1:
-        return []
-    sizes = [int(nbytes) for _, nbytes in parts_of(model, ranks)]
-    per_replica = [sum(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks)]
-    rounds = [per_replica[first : first + replicas] for first in range(0, len(per_replica), replicas)]
-    return [padded_bytes(max(part)) for part in rounds]
-
-
-def gather_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:
-    """Return the stages of these all-gathers."""
-    levels, gathers = layout.hierarchy(layout.replicate_group(0)), gathered_matrices(optimizer, model, layout)
-    return [stage for nbytes in gathers for stage in all_gather_stages(nbytes, levels)]
-
-
-def shard_memory(plan: ShardPlan, rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
-    """Return the bytes that the hooks keep ("secondary weights", "shard residual") and the temporary buffers of the
-    largest group ("shard messages").
-    """
-    group = layout.shard_group(0)
-    ranks, nodes = len(group), layout.by_node(group)
-    if ranks == 1 or not plan.active:
-        return {}
-    kinds: dict[str, float] = {}
-    messages = [0.0]
-    for row in rows:
-        message = row.message_bytes(plan.weights, plan.weights_block, plan.weight_bytes)
-        if plan.secondary:
-            kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * message
-        if plan.weights != "dense" or plan.secondary:
-            forwarded = len(nodes) if plan.hops == 2 and not plan.secondary else 0
-            # The messages of all ranks are decoded at once, to FP32.
-            messages.append((1 + ranks + forwarded) * message + 4.0 * ranks * row.entries)
-        if plan.sparse is not None:
-            kinds["shard residual"] = kinds.get("shard residual", 0.0) + plan.sparse.kept(row.shapes, row.names, ranks)
-            messages.append(2 * plan.sparse.values(row.shapes, row.names, ranks))
-        if plan.gradients:
-            input_bytes = ranks * row.message_bytes(plan.gradients[0], plan.gradients_block, 4)
-            sums = 4.0 * row.entries * (len(nodes) if plan.hops == 2 else 1)
-            messages.append(2 * input_bytes + sums + 4.0 * ranks * row.entries)
-    return kinds | {"shard messages": max(messages)}

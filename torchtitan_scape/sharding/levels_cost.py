@@ -5,12 +5,12 @@ ranks. n is the number of entries. Padding is neglected, as are norms and biases
 arithmetic: no torch.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan_scape.core.workloads import Shape
+from torchtitan_scape.sharding.cost import FlatRow, mean_gathers
 from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Links, stage_seconds
 from torchtitan_scape.topology.ring_bytes import Stage
 
 
@@ -44,17 +44,19 @@ class LevelsPlan:
         """Whether gradients are summed between nodes here, so that optimizer states are sharded over the nodes."""
         return self.summed > 0
 
-    def sent(self, n: float, gathers: float, micro_batches: int, layout: Layout) -> dict[tuple[str, str], float]:
+    def shards(self, layout: Layout) -> int:
+        """Return the ranks over which masters and optimizer states are sharded."""
+        return self.gradients * (self.nodes if self.sums else 1)
+
+    def sent(self, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> dict[tuple[str, str], float]:
         """Return the bytes that a rank sends per step, as the mean over ranks, by (link level, kind).
 
         Args:
-            n: Number of entries.
-            gathers: As in `micro_batch_bytes`.
-            micro_batches: Micro-batches per step.
             layout: Layout whose shard axis has the g ranks.
+            micro_batches: Micro-batches per step.
         """
-        sent_bytes: dict[tuple[str, str], float] = {}
-        per_micro_batch = self.micro_batch_bytes(n, gathers, micro_batches)
+        n, sent_bytes = _entries(rows, layout), dict[tuple[str, str], float]()
+        per_micro_batch = self.micro_batch_bytes(n, mean_gathers(rows), micro_batches)
         for times, bytes_of in ((micro_batches, per_micro_batch), (1, self.step_bytes(n))):
             for (over, kind), sent in bytes_of.items():
                 if sent:
@@ -62,25 +64,23 @@ class LevelsPlan:
                     sent_bytes[key] = sent_bytes.get(key, 0.0) + times * sent
         return sent_bytes
 
-    def stages(
-        self, n: float, gathers: float, groups: int, layout: Layout, micro_batches: int = 1
-    ) -> tuple[list[Stage], list[Stage]]:
-        """Return the stages of a micro-batch (mean over the micro-batches of a step), and those once per step.
+    def seconds(self, rows: Sequence[FlatRow], layout: Layout, links: Links, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds per step of the traffic that (overlaps with compute, does not).
 
-        Each of the `groups` parameter groups incurs the latency of its stages.
+        Each row incurs the latency of its stages.
         """
-        w, g, stages = self.weights, self.gradients, []
+        n, gathers, groups = _entries(rows, layout), mean_gathers(rows), len(rows)
+        w, g, seconds = self.weights, self.gradients, []
         steps = {"pair": w - 1, "node": g // w - 1, "network": self.nodes - 1}
         per_micro_batch = self.micro_batch_bytes(n, gathers, micro_batches)
         for times, bytes_of in ((gathers, per_micro_batch), (1.0, self.step_bytes(n))):
-            stages.append(
-                [
-                    Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
-                    for (over, kind), sent in bytes_of.items()
-                    if sent
-                ]
-            )
-        return stages[0], stages[1]
+            stages = [
+                Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
+                for (over, kind), sent in bytes_of.items()
+                if sent
+            ]
+            seconds.append(sum(stage_seconds(stages, links)))
+        return micro_batches * seconds[0], seconds[1]
 
     def _level(self, over: str, layout: Layout) -> str:
         """Return the level of the link from the first rank to another rank of its pair, node or network."""
@@ -125,20 +125,14 @@ class LevelsPlan:
             ("node", "update"): self.update * n * (g - w) / (w * g),
         }
 
-    @property
-    def spread(self) -> int:
-        """Number of ranks over which masters and optimizer states are sharded."""
-        return self.gradients * (self.nodes if self.sums else 1)
-
-    def memory(self, shapes: Sequence[Shape], optimizer: dict[str, float]) -> dict[str, float]:
+    def memory(self, optimizer: dict[str, float], rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
         """Return the bytes per rank by kind.
 
         Args:
-            shapes: Shapes of the whole parameters.
-            optimizer: Bytes by kind of the method and the optimizer on one of `spread` shards, whose parameters are the
+            optimizer: Bytes by kind of the method and the optimizer on one of `shards` shards, whose parameters are the
                 masters. Kinds other than parameters and gradients are copied.
         """
-        n = float(sum(map(math.prod, shapes)))
+        n = _entries(rows, layout)
         kinds = {"parameters": self.stored * n / self.weights, "gradients": 4.0 * n / self.gradients}
         kinds["masters"] = optimizer["parameters"]
         kinds |= {kind: value for kind, value in optimizer.items() if kind not in ("parameters", "gradients")}
@@ -147,6 +141,11 @@ class LevelsPlan:
         if self.secondary:
             kinds["secondary partition"] = self.gathered * n / self.secondary
         return kinds
+
+
+def _entries(rows: Sequence[FlatRow], layout: Layout) -> float:
+    """Return the entries of all ranks of a replica."""
+    return float(len(layout.shard_group(0)) * sum(row.entries for row in rows))
 
 
 def coded(bits: int, block: int) -> float:

@@ -168,7 +168,7 @@ class ShardingOptions(Options):
             hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
             exchanged=on_cpu,
-            sparse=self.tagc.planned(layout.shard * layout.context) if self.sparse else None,
+            sparse=self.tagc if self.sparse else None,
         )
 
     def remarks(self, layout: Layout, validates: bool) -> list[str]:

@@ -4,13 +4,15 @@ No `from __future__ import annotations` in a file with a section: TorchTitan rec
 `is_dataclass(field.type)`.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT, Options
+from torchtitan_scape.core.workloads import Shape
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
-from torchtitan_scape.kernels.tagc.formats import BLOCK, sends_offsets
-from torchtitan_scape.sharding.tagc_cost import SparsePlan
+from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, capacity, index_bytes, sends_offsets, sketch_rows
 
 MAX_LOAD = 0.6  # Share of a sketch's cells that the union may fill; peeling fails above 0.818 in large sketches.
 MIN_BLOCKS = 512  # Blocks of a sketch: peeling may fail in a smaller sketch even if it has enough cells.
@@ -86,11 +88,6 @@ class TagcShardingOptions(Options):
             return self.index_code
         return "offsets" if self.selection == "block" and sends_offsets(self.density, ranks) else "bits"
 
-    def planned(self, ranks: int) -> SparsePlan:
-        """Return the closed form for the planner."""
-        ratio = self.ratio if self.code == "sketch" else 0.0
-        return SparsePlan(self.density, self.index_among(ranks), ratio, self.micro == "each", self.compresses)
-
     def check_among(self, ranks: int) -> None:
         """Refuse options that lose entries with this number of ranks on the shard axis, unless `reproduce` is set.
 
@@ -128,3 +125,34 @@ class TagcShardingOptions(Options):
         if isinstance(self.layers, list):
             return any(f".{layer}." in f".{name}." for layer in self.layers)
         return self.layers == "all" or not any("attention" in part or "attn" in part for part in name.split("."))
+
+    # ------------------------------------------------------------------------------------- planned bytes
+
+    def blocks(self, shapes: Sequence[Shape], names: Sequence[str], ranks: int) -> int:
+        """Return the number of compressed blocks of a row, from the shapes of a rank's shards."""
+        sizes = (math.prod(shape) for shape in self._compressed(shapes, names, ranks))
+        return sum(-(-size // BLOCK) for size in sizes)
+
+    def gathered(self, blocks: int, ranks: int) -> float:
+        """Return the bytes of the index that a rank contributes to the all-gather."""
+        if self.index_among(ranks) == "offsets":
+            return index_bytes(self.density, ranks * blocks)
+        return blocks * BITMAP
+
+    def exchanged(self, blocks: int, ranks: int) -> float:
+        """Return the bytes of the index that a rank sends to the owners of its parts."""
+        return 0.0 if self.index_among(ranks) == "offsets" else ranks * self.gathered(blocks, ranks)
+
+    def values(self, shapes: Sequence[Shape], names: Sequence[str], ranks: int) -> float:
+        """Return the bytes that a rank sends to the owners of rows, including parameters that are not compressed."""
+        blocks = self.blocks(shapes, names, ranks)
+        raw = sum(map(math.prod, shapes)) - sum(map(math.prod, self._compressed(shapes, names, ranks)))
+        if self.code == "sketch":
+            sent = sketch_rows(blocks, self.ratio) * BLOCK if blocks else 0
+        else:
+            sent = blocks * capacity(self.density, ranks)
+        return 4.0 * ranks * (sent + raw)
+
+    def _compressed(self, shapes: Sequence[Shape], names: Sequence[str], ranks: int) -> list[Shape]:
+        pairs = zip(shapes, names, strict=True)
+        return [shape for shape, name in pairs if self.compresses(name, len(shape), ranks * math.prod(shape))]

@@ -17,12 +17,11 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.optimizers.muon import ReplicaShare
 from torchtitan_scape.optimizers.registry import OPTIMIZERS, decay_groups
-from torchtitan_scape.planner.configured import method_of
-from torchtitan_scape.planner.step import divides_matrices
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer, Replicas
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.build import build_sharding
 from torchtitan_scape.sharding.levels import build_levels, holder_of
+from torchtitan_scape.sharding.matrix_cost import divides_matrices
 from torchtitan_scape.titan.components import LRSchedulersContainer, OptimizersContainer, build_lr_schedulers
 from torchtitan_scape.titan.distributed import ParallelDims
 from torchtitan_scape.topology.dry_run import DryRunCollectives
@@ -160,14 +159,14 @@ def _make_optimizer(config: Optimizer, named: Sequence[tuple[str, Tensor]], **ar
 
 
 def _share_of(job_config: JobConfig, layout: Layout, replicas: Replicas) -> ReplicaShare | None:
-    """Return the division of the optimizer's matrices among replicas if the planner finds it faster, else None."""
+    """Return the division of the optimizer's matrices among replicas if it is predicted to be faster, else None."""
     collectives, links = replicas.all, Links.from_machine(layout.machine)
-    if job_config.topology.simulate_replicas > 1 or not divides_matrices(
-        method_of(job_config), workload_of(job_config).whole(), layout, links
-    ):
+    options, name = options_of(job_config.sync), job_config.optimizer.name
+    simulated, model = job_config.topology.simulate_replicas, workload_of(job_config).whole()
+    if simulated > 1 or not divides_matrices(options, name, model, layout, links):
         return None
     logger.info(
-        f"{job_config.optimizer.name}: {collectives.replicas} replicas divide the matrix products of a step and gather "
+        f"{name}: {collectives.replicas} replicas divide the matrix products of a step and gather "
         f"the results, which is predicted to be faster ({links.source}{', nominal' if links.nominal else ''})"
     )
 

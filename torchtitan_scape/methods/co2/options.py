@@ -1,11 +1,11 @@
-"""Options and cost of CO2."""
+"""Options of CO2."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.local_options import FragmentSchedule, LocalCost, LocalOptions
+from torchtitan_scape.methods.local_options import FragmentSchedule, LocalOptions
 from torchtitan_scape.methods.options import MethodOptions
 
 
@@ -46,28 +46,8 @@ class Co2Options(LocalOptions):
     def stores_momentum(self) -> bool:
         return self.gap_penalty or super().stores_momentum()
 
-    def cost(self) -> "Co2Cost":
-        return Co2Cost(self)
-
-
-@dataclass(frozen=True)
-class Co2Cost(LocalCost):
-    """Cost of local updates with a staleness gap penalty."""
-
-    options: Co2Options
-
-    def traffic_per_parameter(self) -> float:
-        """Return the mean bytes per parameter and step over a round.
-
-        The penalty reads the mean and the momentum for their norms, and reads and writes the mean to scale it. Parts of
-        the outer step are operators of their own: 16 more than in a kernel, and 8 to limit the momentum.
-        """
-        penalty = 16.0 if self.options.gap_penalty else 0.0
-        limits = 8.0 if self.options.momentum_clip else 0.0
-        return super().traffic_per_parameter() + (penalty + 16.0 + limits) / self.options.inner_steps
-
     def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the mean traffic over a round: the penalty reads the momentum once more."""
         each, mean = super().host_link_traffic(model, replicas)
         momentum = self.host_memory(model, replicas).get("outer momentum", 0.0)
-        return each, mean + (momentum / self.options.inner_steps if self.options.gap_penalty else 0.0)
+        return each, mean + (momentum / self.inner_steps if self.gap_penalty else 0.0)

@@ -1,4 +1,4 @@
-"""Options and cost of DeMo."""
+"""Options of DeMo."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.topk.layout import MessageLayout
-from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.topology.calls import CollectiveCall
@@ -49,32 +48,12 @@ class DemoOptions(MethodOptions):
         code = "" if self.message_code == "float32" else f" {self.message_code}"
         return f"{self.method_name()} {self.k:g}{code}"
 
-    def cost(self) -> "DemoCost":
-        return DemoCost(self)
-
-
-@dataclass(frozen=True)
-class DemoCost(GradientCost):
-    """One all-gather of components and offsets of every tile."""
-
-    options: DemoOptions
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        grids = [divisor_grid(shape, self.options.chunk) for shape in model.shapes if math.prod(shape)]
+        """Return one all-gather of components and offsets of every tile."""
+        grids = [divisor_grid(shape, self.chunk) for shape in model.shapes if math.prod(shape)]
         if not grids:
             return []
-        selected = [min(self.options.k, grid.size) for grid in grids]
-        return [CollectiveCall("all_gather", MessageLayout(grids, selected, self.options.message_code).nbytes)]
-
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter, which `scripts.benchmarks.step_operators` counts.
-
-        The kernels read gradient and momentum, transform and select on the chip, write the momentum and an intermediate
-        result, and write and transform the mean.
-        """
-        return 28.0
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return model.entries
+        selected = [min(self.k, grid.size) for grid in grids]
+        return [CollectiveCall("all_gather", MessageLayout(grids, selected, self.message_code).nbytes)]

@@ -1,4 +1,4 @@
-"""Options and cost of DiLoCo."""
+"""Options of DiLoCo."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,13 +1,12 @@
-"""Options and cost of 1-bit Adam."""
+"""Options of 1-bit Adam."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.quantized.options import QuantizedCost, QuantizedOptions
+from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -90,35 +89,8 @@ class OnebitAdamOptions(MethodOptions):
     def label(self) -> str:
         return f"{self.method_name()} {self.code}"
 
-    def cost(self) -> "OnebitAdamCost":
-        return OnebitAdamCost(self)
-
-
-@dataclass(frozen=True)
-class OnebitAdamCost(GradientCost):
-    """The momentum of all parameters in a block code, in chunks. The warm-up is not part of it."""
-
-    options: OnebitAdamOptions
-
-    @property
-    def exchange(self) -> QuantizedCost:
-        return self.options.exchange().cost()
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        return self.exchange.collective_calls(model, levels, chunk_entries)
-
-    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        return self.exchange.buffer_traffic(model, replicas)
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the exchange, and 12 bytes per parameter to add the momentum to the gradient.
-
-        The update moves 20 bytes. As that of AdamW, which is added for every method, it counts as 28.
-        """
-        pack, rest = self.exchange.memory_traffic(model, replicas)
-        return pack, rest + 12.0 * model.entries
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        return self.exchange.device_memory(model, replicas)
+        """Return the exchange of the momentum of all parameters. The warm-up is not part of it."""
+        return self.exchange().collective_calls(model, levels, chunk_entries)

@@ -1,4 +1,4 @@
-"""Options and cost of PowerSGD."""
+"""Options of PowerSGD."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
-from torchtitan_scape.methods.cost import GradientCost
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.ring_bytes import LevelSize
@@ -37,31 +36,15 @@ class PowersgdOptions(MethodOptions):
     def label(self) -> str:
         return f"{self.method_name()} {self.rank:g}"
 
-    def cost(self) -> "PowersgdCost":
-        return PowersgdCost(self)
-
-
-@dataclass(frozen=True)
-class PowersgdCost(GradientCost):
-    """Two all-reduces: one of all P and the parameters that are not factored, one of all Q."""
-
-    options: PowersgdOptions
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        whole, ps, qs = factor_entries(model.shapes, self.options.rank)
+        """Return two all-reduces: one of all P and the parameters that are not factored, one of all Q."""
+        whole, ps, qs = factor_entries(model.shapes, self.rank)
         return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]
 
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter: residual, two products, and those that write the results.
-
-        The products are small enough to be limited by memory. `scripts.benchmarks.step_operators` counts the figure.
-        """
-        return 44.0
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return count_entries(model.matrices())
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return {"residual": 4.0 * count_entries(model.matrices())}
 
 
 def factor_rank(shape: Shape, rank: int) -> int:

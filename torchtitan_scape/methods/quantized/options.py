@@ -1,4 +1,4 @@
-"""Options and cost of gradients in block codes of 1 to 8 bits."""
+"""Options of gradients in block codes of 1 to 8 bits."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,9 @@ from typing import Any, ClassVar, Literal
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape
 from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
-from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
+from torchtitan_scape.methods.codes import encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.partition import chunk_limit
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 ITERATIONS = 14  # of the inverse root of second moments, see `whitening.roots`
@@ -78,119 +76,48 @@ class QuantizedOptions(MethodOptions):
     def label(self) -> str:
         return f"{self.method_name()} {self.code}" + (" whitened" if self.whiten_every else "")
 
-    def cost(self) -> "QuantizedCost":
-        return QuantizedCost(self)
-
-
-@dataclass(frozen=True)
-class QuantizedCost(GradientCost):
-    """All gradients in a block code, in chunks."""
-
-    options: QuantizedOptions
-
-    @property
-    def supports_overlap(self) -> bool:  # type: ignore[override]
-        """Whether chunks are independent: a basis needs whole matrices."""
-        return not self.options.whiten_every
+    def supports_overlap(self) -> bool:
+        """Return whether chunks are independent: a basis needs whole matrices."""
+        return not self.whiten_every
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        block = self.options.block
-        encoded = encoded_size(self.options.code, block)
-        return [all_reduce_stream(model.sizes, levels, chunk_entries, block, encoded, in_place=True)]
+        encoded = encoded_size(self.code, self.block)
+        return [all_reduce_stream(model.sizes, levels, chunk_entries, self.block, encoded, in_place=True)]
 
-    def chunk_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of two chunks with buffers, as in all steps in FP32. Larger chunks without buffers have
-        fewer bytes per entry: three messages and an error of the own slice.
-        """
-        limit = chunk_limit(model.entries, replicas, encoded_size(self.options.code, self.options.block))
-        levels = [LevelSize("network", replicas)] if replicas > 1 else []
-        (call,) = self.collective_calls(model, levels, limit)
-        return self.chunk_bytes * min(2, call.chunks) * call.largest_chunk if levels else 0.0
-
-    def traffic_per_parameter(self) -> float:
-        """Return the bytes per parameter of the kernels on one level, without those of an owner.
-
-        4 to read the gradient, 4 to write the result, and three messages written or read; with error feedback 8 more to
-        read and write the residual. With bases, which move an owner's errors to entries of other owners, these errors
-        are read in the first pass and written in the second one: 8 more.
-        """
-        messages = 3.0 * encoded_bytes(self.options.code, self.options.block)
-        errors = 8.0 if self.options.keeps_owner_error(2) and self.options.whiten_every else 0.0
-        return messages + errors + (16.0 if self.options.error_feedback else 8.0)
-
-    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return what the second pass reads again: gradient, residual and message. See `Quantized.start_chunk`."""
-        coded = encoded_bytes(self.options.code, self.options.block)
-        return (8.0 + coded) * model.entries if self.options.error_feedback else 0.0
-
-    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the counted bytes: 25 per parameter, 22 with error feedback, and 48 with an owner's error."""
-        errors = 22.0 if self.options.error_feedback else 0.0
-        return (25.0 + errors + (48.0 if self.options.keeps_owner_error(replicas) else 0.0)) * model.entries
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the exchange and of the bases.
-
-        An owner writes and reads the error of its mean, and adds it to its residual or to its errors of the last mean:
-        20 or 24 bytes for each of its entries. A matrix with bases is read and written for each side and direction, and
-        twice read for each second moment.
-        """
-        pack, rest = super().memory_traffic(model, replicas)
-        if self.options.error_feedback and replicas > 1:
-            rest += (24.0 if self.options.keeps_owner_error(2) else 20.0) / replicas * model.entries
-        for shape, sides in self._whitened(model) if replicas > 1 else ():
-            rest += (32.0 + 8.0 * sum(sides)) * math.prod(shape)
-        return pack, rest
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        kinds = {"residual": 4.0 * model.entries} if self.error_feedback else {}
+        if self.keeps_owner_error(replicas):
+            kinds["owner_error"] = 4.0 * model.entries
+        if self.whiten_every and replicas > 1:
+            kinds["bases"] = (BASIS_BYTES + OWNER_BYTES) * sum(
+                map(basis_entries, filter(has_basis, model.hidden_shapes))
+            )
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        return self.basis_flops(model, replicas)
+        return basis_flops(self.whiten_every, model) if replicas > 1 else (0.0, 0.0)
 
-    def basis_flops(
-        self, model: LocalModel, replicas: int, owned: float = 1.0, interval: int = 1
-    ) -> tuple[float, float]:
-        """Return (products with bases, in and out, and second moments, in TF32; updates of the bases, in FP32).
 
-        Args:
-            owned: Share of the matrices whose second moments this rank has.
-            interval: Steps between synchronized gradients of a matrix.
-        """
-        products = updates = 0.0
-        received = owned / interval
-        for shape, sides in self._whitened(model) if replicas > 1 else ():
-            for side, whitened in zip(shape, sides, strict=True):
-                other = math.prod(shape) // side
-                width = largest_divisor(side, WHITENED_TOGETHER if whitened else ROTATED_TOGETHER)
-                products += (2.0 + (4.0 if whitened else 2.0) * received) * width * side * other
-                if whitened:  # the inverse of the present basis or of the new one, and the root of an owned one
-                    updates += (2.0 + 6.0 * ITERATIONS * owned) * side * width**2 / self.options.whiten_every
-        return products, updates
+def basis_flops(whiten_every: int, model: LocalModel, owned: float = 1.0, interval: int = 1) -> tuple[float, float]:
+    """Return (products with bases, in and out, and second moments, in TF32; updates of the bases, in FP32).
 
-    def _whitened(self, model: LocalModel) -> list[tuple[Shape, tuple[bool, bool]]]:
-        """Return shape and whitened sides of the matrices that have a basis."""
-        if not self.options.whiten_every:
-            return []
-        return [(shape, whitened_sides(shape)) for shape in model.hidden_shapes if has_basis(shape)]
-
-    @property
-    def chunk_bytes(self) -> float:
-        """Values, the sent and the received message, the quantization error, and a copy of the owner's error."""
-        coded = 2.0 * encoded_bytes(self.options.code, self.options.block)
-        errors = (4.0 if self.options.error_feedback else 0.0) + (4.0 if self.options.keeps_owner_error(2) else 0.0)
-        return 4.0 + coded + errors
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return model.entries if self.options.error_feedback else 0
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        kinds = super().device_memory(model, replicas)
-        if self.options.keeps_owner_error(replicas):
-            kinds["owner_error"] = 4.0 * model.entries
-        entries = sum(basis_entries(shape) for shape, _ in self._whitened(model))
-        if entries and replicas > 1:
-            kinds["bases"] = (BASIS_BYTES + OWNER_BYTES) * entries
-        return kinds
+    Args:
+        whiten_every: Steps between updates of the bases; 0 for none.
+        owned: Share of the matrices whose second moments this rank has.
+        interval: Steps between synchronized gradients of a matrix.
+    """
+    products = updates = 0.0
+    received = owned / interval
+    for shape in filter(has_basis, model.hidden_shapes if whiten_every else ()):
+        for side, whitened in zip(shape, whitened_sides(shape), strict=True):
+            other = math.prod(shape) // side
+            width = largest_divisor(side, WHITENED_TOGETHER if whitened else ROTATED_TOGETHER)
+            products += (2.0 + (4.0 if whitened else 2.0) * received) * width * side * other
+            if whitened:  # the inverse of the present basis or of the new one, and the root of an owned one
+                updates += (2.0 + 6.0 * ITERATIONS * owned) * side * width**2 / whiten_every
+    return products, updates
 
 
 def has_basis(shape: Shape) -> bool:

@@ -26,7 +26,7 @@ from torchtitan_scape.methods.owned import OwnedParts
 from torchtitan_scape.methods.quantized.whitening import WhiteningBases
 from torchtitan_scape.methods.quantized_update.columns import SentGradients, columns_of, has_kernels
 from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, divide, slices_with_owners
-from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateCost, QuantizedUpdateOptions
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.muon import Muon
@@ -346,8 +346,8 @@ class QuantizedUpdate(Method, EarlyExchange):
     def collective_calls(self) -> list[CollectiveCall]:
         if self.collectives.replicas == 1:
             return []
-        cost: QuantizedUpdateCost = self.options.cost()
-        return cost.calls_of(self._groups, self.local_model(), self.collectives.replicas, self._bases is not None)
+        options: QuantizedUpdateOptions = self.options
+        return options.calls_of(self._groups, self.local_model(), self.collectives.replicas, self._bases is not None)
 
     def pending_gradient(self, state: State, name: str) -> Tensor:
         errors = super().pending_gradient(state, name)

@@ -1,6 +1,5 @@
-"""Options and cost of quantized gradients and updates."""
+"""Options of quantized gradients and updates."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -9,21 +8,18 @@ from typing import Any, ClassVar, Literal
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import MessageSize
-from torchtitan_scape.methods.codes import encoded_bytes
-from torchtitan_scape.methods.cost import GradientCost, scaled
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import (
     BASIS_BYTES,
     BASIS_LAYOUT,
     OWNER_BYTES,
     Code,
-    QuantizedCost,
-    QuantizedOptions,
     basis_entries,
+    basis_flops,
     has_basis,
 )
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
-from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.calls import CollectiveCall, replicas_of, scaled
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -37,6 +33,7 @@ class QuantizedUpdateOptions(MethodOptions):
 
     section: ClassVar[str] = "sync.quantized_update"
     main_options = ("code", "update_code", "interval")
+    divides_update = True
 
     code: Code = field(default="2bit", metadata=LAYOUT)
     """Encoding of the gradients on the way to the replica that updates a parameter, on the outermost level"""
@@ -90,54 +87,37 @@ class QuantizedUpdateOptions(MethodOptions):
         interval = f", interval {self.interval}" if self.interval > 1 else ""
         return f"{self.method_name()} {self.code}, {self.update_code}{interval}"
 
-    def cost(self) -> "QuantizedUpdateCost":
-        return QuantizedUpdateCost(self)
-
-
-@dataclass(frozen=True)
-class QuantizedUpdateCost(GradientCost):
-    """All parameters, in columns. The formulas are those of Muon, whose matrices are not divided."""
-
-    options: QuantizedUpdateOptions
-    divides_update: ClassVar[bool] = True
-    supports_overlap: ClassVar[bool] = True
-    sends_weights: ClassVar[bool] = True
-    scalar_reductions: ClassVar[int] = 2  # the finite flag, and the norm
-    residual_bytes: ClassVar[float] = 2.0
+    def supports_overlap(self) -> bool:
+        return True
 
     @property
     def message_bytes(self) -> MessageSize:
         """The size of encoded gradients."""
-        return MessageSize(self.options.code, self.options.block)
+        return MessageSize(self.code, self.block)
 
     @property
     def update_bytes(self) -> MessageSize:
         """The size of encoded changes of the weights."""
-        return MessageSize(self.options.update_code, self.options.block)
-
-    @property
-    def bases(self) -> QuantizedCost:
-        """The cost of the bases, which are those of `quantized`."""
-        return QuantizedOptions(code=self.options.code, whiten_every=self.options.whiten_every).cost()
+        return MessageSize(self.update_code, self.block)
 
     def groups(
         self, model: LocalModel, replicas: int, chunk_entries: int = 0, equal_rows: bool = False
     ) -> tuple[ExchangeGroup, ...]:
-        """Return groups, owners and columns of Muon's parameters."""
+        """Return groups, owners and columns. Matrices of Muon are not divided."""
         sizes = tuple(model.sizes)
         whole = tuple(size if model.is_hidden(i) else 0 for i, size in enumerate(sizes))
-        shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.options.block))
+        shorter = min(self.message_bytes, self.update_bytes, key=lambda size: size(self.block))
         limit = chunk_entries or chunk_limit(model.entries, replicas, shorter)
         in_fp32 = chunk_entries or chunk_limit(model.entries, replicas)
         return _divide(
             sizes,
             whole,
             replicas,
-            block=self.options.block,
+            block=self.block,
             limit=limit,
             limit_in_fp32=in_fp32,
             equal_rows=equal_rows,
-            groups=self.options.interval,
+            groups=self.interval,
             entries=sizes,
         )
 
@@ -148,7 +128,7 @@ class QuantizedUpdateCost(GradientCost):
         if replicas == 1:
             return []
         groups = self.groups(model, replicas, chunk_entries, equal_rows=len(levels) > 1)
-        return self.calls_of(groups, model, replicas, self.options.whiten_every > 0)
+        return self.calls_of(groups, model, replicas, self.whiten_every > 0)
 
     def calls_of(
         self, groups: Sequence[ExchangeGroup], model: LocalModel, replicas: int, has_bases: bool
@@ -164,12 +144,12 @@ class QuantizedUpdateCost(GradientCost):
         calls = scaled(calls, 1.0 / len(groups))
         bases = [basis_entries(shape) for shape in model.hidden_shapes if has_basis(shape)]
         if has_bases and bases:  # each is broadcast by its owner
-            sent, share = int(BASIS_BYTES) * sum(bases), 1.0 / self.options.whiten_every
+            sent, share = int(BASIS_BYTES) * sum(bases), 1.0 / self.whiten_every
             calls.append(CollectiveCall("all_gather", sent, share=share, chunks=len(bases), active=1.0 / replicas))
         return calls
 
-    def updated_share(self, model: LocalModel, replicas: int) -> float:
-        return self.updated_model(model, replicas).entries / self.options.interval / max(1, model.entries)
+    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
+        return [model.select_numbers(group) for group in assign_groups(model.sizes, self.interval)]
 
     def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
         """Return the owned parts of the replica with most entries."""
@@ -179,73 +159,17 @@ class QuantizedUpdateCost(GradientCost):
         shapes = [model.shapes[s.tensor] if model.is_hidden(s.tensor) else (s.length,) for s in busiest]
         return LocalModel(tuple(model.names[s.tensor] for s in busiest), tuple(shapes), model.hidden_names)
 
-    def overlap_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return what a pass over gradient, residual and message moves that stores the errors after the check."""
-        coded = encoded_bytes(self.options.code, self.options.block)
-        return (4.0 + self.residual_bytes + coded) / self.options.interval * model.entries
-
-    def overlap_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of copies of the matrices in their bases, and of all messages; or the usual ones if more."""
-        whitened = [math.prod(shape) for shape in model.hidden_shapes if has_basis(shape)]
-        copies = 4.0 * sum(whitened) if self.options.whiten_every else 0.0
-        messages = 2.0 * self.message_bytes(model.entries) / self.options.interval
-        return max(copies + messages, self.chunk_memory(model, replicas))
-
-    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the counted bytes: 47 for a parameter that is exchanged."""
-        return 47.0 / self.options.interval * model.entries
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes that `scripts.benchmarks.step_operators` counts on one level, without the optimizer's.
-
-        For a parameter that is exchanged 8 to encode gradient and residual and store the error, 8 to add the update,
-        and two messages written and read; for others 8 to add the gradient to the residual. An owner moves 32 per entry
-        that it updates, to decode the means, compute their norm, subtract the unsent update from the weights, and
-        encode their change. Products with bases are 16.
-        """
-        share, options = 1.0 / self.options.interval, self.options
-        messages = 2.0 * (
-            encoded_bytes(options.code, options.block) + encoded_bytes(options.update_code, options.block)
-        )
-        each = (16.0 + messages) * share + 8.0 * (1.0 - share) + 32.0 * self.updated_share(model, replicas)
-        return 0.0, (each + (16.0 if self.options.whiten_every else 0.0)) * model.entries
-
-    def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
-        return [model.select_numbers(group) for group in assign_groups(model.sizes, self.options.interval)]
-
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        return self.bases.basis_flops(model, replicas, 1.0 / replicas, self.options.interval)
+        return basis_flops(self.whiten_every, model, 1.0 / replicas, self.interval) if replicas > 1 else (0.0, 0.0)
 
-    def residual_entries(self, model: LocalModel) -> int:
-        return model.entries
-
-    def message_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return 0: `chunk_memory` contains the messages."""
-        return 0.0
-
-    def chunk_memory(self, model: LocalModel, replicas: int) -> float:
-        """Return the bytes of two columns: messages, sent and received ones; in FP32 these and the values."""
-        if replicas == 1:
-            return 0.0
-        groups = self.groups(model, replicas)
-        coded, in_fp32 = (
-            sorted(len(c.owners) * c.width for group in groups for c in group.columns_for(is_coded))[-2:]
-            for is_coded in (True, False)
-        )
-        messages = sum(2.0 * max(self.message_bytes(n), self.update_bytes(n)) for n in coded)
-        return max(messages, 8.0 * sum(in_fp32))
-
-    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
-        return super().simulated_memory(model, replicas, optimizer) | {"unsent_update": 4.0 * model.entries}
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        unsent = {"unsent_update": 4.0 * self.updated_model(model, replicas).entries}
-        return super().device_memory(model, replicas) | unsent | self._basis_memory(model, replicas)
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        kinds = {"residual": 2.0 * model.entries, "unsent_update": 4.0 * self.updated_model(model, replicas).entries}
+        return kinds | self._basis_memory(model, replicas)
 
     def _basis_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory of the bases on the replica whose own ones have most entries."""
         shapes = {i: shape for i, shape in enumerate(model.shapes) if model.is_hidden(i) and has_basis(shape)}
-        if not shapes or replicas == 1 or not self.options.whiten_every:
+        if not shapes or replicas == 1 or not self.whiten_every:
             return {}
         entries, owned = {i: basis_entries(shape) for i, shape in shapes.items()}, [0] * replicas
         for group in self.groups(model, replicas):

@@ -111,7 +111,7 @@ class Radius(GradientMethod):
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
 
     def density(self) -> float:
-        sent = sum(share * entries for entries, share in self.options.cost().exchanges(self.local_model()))
+        sent = sum(share * entries for entries, share in self.options.exchanges(self.local_model()))
         return sent / max(1, sum(shard.size for shard in self.context.shards))
 
     # -------------------------------------------------------------------------------------- exchanges

@@ -1,4 +1,4 @@
-"""Options and cost of Radius."""
+"""Options of Radius."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,8 @@ from typing import ClassVar, Literal
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked, replicas_of
 from torchtitan_scape.topology.partition import chunk_limit, chunk_of_payload
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -58,53 +57,29 @@ class RadiusOptions(MethodOptions):
     def label(self) -> str:
         return f"{self.method_name()} {self.density:g}"
 
-    def cost(self) -> "RadiusCost":
-        return RadiusCost(self)
-
-
-@dataclass(frozen=True)
-class RadiusCost(GradientCost):
-    """An all-reduce of the entries in the mask; at a refresh, of all entries."""
-
-    options: RadiusOptions
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
+        """Return an all-reduce of the entries in the mask and, at a refresh, of all entries."""
         masked, *others = self.exchanges(model)
         of_payload = chunk_entries or max(chunk_limit(masked[0], replicas_of(levels)), chunk_of_payload(masked[0]))
-        found = [all_reduce_chunked(masked[0], levels, of_payload, masked[1])]
-        return found + [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in others]
+        calls = [all_reduce_chunked(masked[0], levels, of_payload, masked[1])]
+        return calls + [all_reduce_chunked(entries, levels, chunk_entries, share) for entries, share in others]
 
     def exchanges(self, model: LocalModel) -> list[tuple[int, float]]:
         """Return (entries, share of the steps) of each exchange."""
-        options, compressed = self.options, self.residual_entries(model)
-        selected = sum(mask_counts(self.sizes(model), options.density, options.selection))
-        whole, share = model.entries - compressed, 1.0 / options.interval
-        found = [(selected + whole, 1.0 - share), (model.entries, share)]
-        return found + ([(compressed, share)] if options.clip_refresh == "fresh" else [])
+        sizes = self._compressed_sizes(model)
+        compressed, share = sum(sizes), 1.0 / self.interval
+        payload = sum(mask_counts(sizes, self.density, self.selection)) + model.entries - compressed
+        exchanges = [(payload, 1.0 - share), (model.entries, share)]
+        return exchanges + ([(compressed, share)] if self.clip_refresh == "fresh" else [])
 
-    def sizes(self, model: LocalModel) -> list[int]:
-        """Return the entries of the parameters that are compressed."""
-        return [count_entries([shape]) for shape in model.matrices(self.options.dense_names)]
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        compressed = sum(self._compressed_sizes(model))
+        return {"residual": 4.0 * compressed, "masks": compressed / 8} if compressed else {}
 
-    def traffic_per_parameter(self) -> float:
-        """Return the mean bytes per parameter and step.
-
-        The first pass reads gradient and residual, adds the entries outside the mask to the residual and clears them;
-        the last one writes the gradient. Both read the mask. The payload is written and read. A refresh takes 52:
-        residual, chunks, and the selection of the next mask.
-        """
-        density, share = self.options.density, 1.0 / self.options.interval
-        masked = 20.25 + 8.0 * density
-        return masked * (1.0 - share) + 52.0 * share
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return sum(self.sizes(model))
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        masks = self.residual_entries(model) / 8
-        return super().device_memory(model, replicas) | ({"masks": masks} if masks else {})
+    def _compressed_sizes(self, model: LocalModel) -> list[int]:
+        return [count_entries([shape]) for shape in model.matrices(self.dense_names)]
 
 
 def mask_counts(sizes: Sequence[int], density: float, selection: str) -> list[int]:

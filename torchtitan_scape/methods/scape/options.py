@@ -7,13 +7,15 @@ from typing import ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.codes import short_name
-from torchtitan_scape.methods.cost import share_of_dense
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.codes import encoded_size, short_name
+from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.scape.budget import fit_to_budget
-from torchtitan_scape.methods.scape.chunking import best_chunk
 from torchtitan_scape.methods.scape.cost import ScapeCost
+from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.topology.links import Links, best_chunk_bytes
+from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
+from torchtitan_scape.topology.ring_bytes import spanned
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ Code = Literal["float32", "int8", "int4", "2bit", "1bit"]
 
 
 @dataclass
-class ScapeOptions(MethodOptions):
+class ScapeOptions(ScapeCost):
     """[sync.scape]: sparse first moments with a shared mask (SCAPE). It requires [optimizer] name = "AdamS"."""
 
     section: ClassVar[str] = "sync.scape"
@@ -93,8 +95,17 @@ class ScapeOptions(MethodOptions):
         if self.chunk_bytes:
             return self
         plain = ScapeOptions(density=self.density, code=self.code, block_size=self.block_size)
-        packed, _ = plain.cost().memory_traffic(LocalModel.of_shapes([tuple(s) for s in shapes]), layout.replicate)
-        chunk = best_chunk(shapes, self.density, self.block_size, self.code, packed, layout, rank, levels)
+        model, device = LocalModel.of_shapes([tuple(shape) for shape in shapes]), layout.machine.device
+        packed, _ = plain.memory_traffic(model, layout.replicate)
+        # The levels of the group, not of this rank: all ranks of the group must choose the same size.
+        tiers = layout.hierarchy(layout.replicate_group(rank))
+        chunk = best_chunk_bytes(
+            4 * payload_entries(model.shapes, self.density, self.block_size),
+            packed / (device.memory_bandwidth * 1e9 * MEMORY_EFFICIENCY),
+            spanned(tiers, flat=levels < len(tiers)),
+            Links.from_machine(layout.machine),
+            encoded_size(self.code),
+        )
         return replace(self, chunk_bytes=chunk)
 
     def resolve(self, shapes: Sequence[Sequence[int]], replicas: int) -> "ScapeOptions":
@@ -122,9 +133,6 @@ class ScapeOptions(MethodOptions):
             given = f"offload = {self.offload} and weights_dtype = {self.weights_dtype!r}"
             return f"{given}: simulated replicas keep all their state on the device; set both to their defaults"
         return ""
-
-    def cost(self) -> ScapeCost:
-        return ScapeCost(self)
 
     def label(self) -> str:
         text = f"{self.method_name()} {self.density:g}"

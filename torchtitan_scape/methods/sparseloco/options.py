@@ -1,9 +1,9 @@
-"""Options and cost of SparseLoCo."""
+"""Options of SparseLoCo."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torchtitan_scape.methods.local_options import LocalOptions, SparseLocalCost
+from torchtitan_scape.methods.local_options import LocalOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 
@@ -48,6 +48,3 @@ class SparselocoOptions(LocalOptions):
 
     def label(self) -> str:
         return f"{self.method_name()} {self.inner_steps:g}" + ("" if self.code == "float32" else f" {self.code}")
-
-    def cost(self) -> SparseLocalCost:
-        return SparseLocalCost(self)

@@ -1,14 +1,13 @@
-"""Options and cost of SPARTA."""
+"""Options of SPARTA."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.codes import encoded_bytes, encoded_size
-from torchtitan_scape.methods.cost import GradientCost, all_reduce_stream
+from torchtitan_scape.methods.codes import encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, replicas_of
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, replicas_of
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 BLOCK = 128  # entries that are exchanged together and share a scale
@@ -22,6 +21,7 @@ class SpartaOptions(MethodOptions):
 
     section: ClassVar[str] = "sync.sparta"
     main_options = ("interval", "code")
+    per_replica_weights = True
 
     interval: int = 3
     """Steps in which every parameter is averaged once: each step averages one of `interval` blocks of 128 entries"""
@@ -70,8 +70,22 @@ class SpartaOptions(MethodOptions):
         automatic = "1bit_unbiased" if replicas > MANY_REPLICAS else "1bit"
         return automatic if self.code == "auto" else self.code
 
-    def cost(self) -> "SpartaCost":
-        return SpartaCost(self)
+    def collective_calls(
+        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
+    ) -> list[CollectiveCall]:
+        """Return one all-reduce for each block group, of which a step has one."""
+        encoded, share = encoded_size(self.encoding(replicas_of(levels)), BLOCK), self.exchange_share()
+        calls = []
+        for group in range(self.interval):
+            sizes = [one.entries for one in slices_of_group(model.sizes, self.interval, group)]
+            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, model.entries))
+        return calls
+
+    def exchange_share(self) -> float:
+        return 1.0 / self.interval
+
+    def extra_orthogonalizations(self, replicas: int) -> float:
+        return self.exchange_share() if self.orthogonalizes(replicas) else 0.0
 
 
 class GroupSlice(NamedTuple):
@@ -93,70 +107,12 @@ def slices_of_group(sizes: Sequence[int], interval: int, group: int, first_block
     The blocks of all shards are numbered consecutively from `first_block`. Block i belongs to group i modulo
     `interval`.
     """
-    found, begin = [], first_block
+    slices, begin = [], first_block
     for shard, size in enumerate(sizes):
         blocks = -(-size // BLOCK)
         first = (group - begin) % interval
         if own := len(range(first, blocks, interval)):
             ends_short = (blocks - 1 - first) % interval == 0
-            found.append(GroupSlice(shard, first, own * BLOCK - (blocks * BLOCK - size if ends_short else 0)))
+            slices.append(GroupSlice(shard, first, own * BLOCK - (blocks * BLOCK - size if ends_short else 0)))
         begin += blocks
-    return found
-
-
-@dataclass(frozen=True)
-class SpartaCost(GradientCost):
-    """One all-reduce of a block group per step."""
-
-    options: SpartaOptions
-    per_replica_weights = True
-
-    def extra_orthogonalizations(self, replicas: int) -> float:
-        return 1.0 / self.options.interval if self.options.orthogonalizes(replicas) else 0.0
-
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
-        interval, encoded = self.options.interval, encoded_size(self.options.encoding(replicas_of(levels)), BLOCK)
-        calls = []
-        for group in range(interval):
-            sizes = [one.entries for one in slices_of_group(model.sizes, interval, group)]
-            share, entries = 1.0 / interval, model.entries
-            calls.append(all_reduce_stream(sizes, levels, chunk_entries, BLOCK, encoded, share, entries))
-        return calls
-
-    def buffer_traffic(self, model: LocalModel, replicas: int) -> float:
-        """Return the counted bytes: 132 per encoded entry, and 24 with an owner's error. FP32 always has buffers."""
-        if self.options.code == "float32":
-            return 0.0
-        owner = 24.0 if self.options.keeps_owner_error(replicas) else 0.0
-        return (132.0 + owner) / self.options.interval * model.entries
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the traffic of the kernels in bytes per step, as `scripts.benchmarks.step_operators` counts it.
-
-        Per entry of an encoded exchange on one level: 8 to read anchor and parameter, 16 to read and write them with
-        the result, four messages, 8 / N for the owner, and 8 / N more if its error is a state. FP32 is exchanged by
-        PyTorch operators through buffers, 124 per entry.
-        """
-        moved = 124.0
-        if self.options.code != "float32":
-            owner = (16.0 if self.options.keeps_owner_error(replicas) else 8.0) / replicas
-            moved = 24.0 + 4.0 * encoded_bytes(self.options.encoding(replicas), BLOCK) + owner
-        return 0.0, moved / self.options.interval * model.entries
-
-    def device_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        n = 4.0 * model.entries
-        kinds = {"anchor": n} | ({"owner_error": n} if self.options.keeps_owner_error(replicas) else {})
-        return kinds | ({"chunks in flight": self.chunk_memory(model, replicas)} if replicas > 1 else {})
-
-    @property
-    def chunk_bytes(self) -> float:
-        """Displacement, its error and the owner's error, and for one of two chunks copies of anchor, parameters and
-        their difference.
-        """
-        return 4.0 + 6.0 if self.options.code == "float32" else 4.0 + 4.0 + 4.0 + 10.0
-
-    def simulated_memory(self, model: LocalModel, replicas: int, optimizer: dict[str, float]) -> dict[str, float]:
-        kinds = optimizer | self.device_memory(model, replicas)
-        return {kind: replicas * nbytes for kind, nbytes in kinds.items()}
+    return slices

@@ -1,4 +1,4 @@
-"""Options and cost of Streaming DiLoCo."""
+"""Options of Streaming DiLoCo."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Options and cost of TAGC between replicas."""
+"""Options of TAGC between replicas."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,8 @@ from typing import ClassVar
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.tagc.formats import BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
-from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked, replicas_of
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 
@@ -36,48 +35,20 @@ class TagcOptions(MethodOptions):
     def label(self) -> str:
         return f"{self.method_name()} {self.density:g}"
 
-    def cost(self) -> "TagcCost":
-        return TagcCost(self)
-
-
-@dataclass(frozen=True)
-class TagcCost(GradientCost):
-    """The exchange of an index of the selected entries, then an all-reduce of the maximum size of their union."""
-
-    options: TagcOptions
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        density, blocks = self.options.density, self.blocks(model)
+        """Return the exchange of an index of the selected entries, and an all-reduce of their union's maximum size."""
+        density, compressed, replicas = self.density, model.matrices(self.dense_names), replicas_of(levels)
+        blocks = sum(-(-math.prod(shape) // BLOCK) for shape in compressed)
         if density >= 1.0 or not blocks:
             return [all_reduce_chunked(model.entries, levels, chunk_entries)]
-        replicas = math.prod(level.size for level in levels)
         if sends_offsets(density, replicas):
             index = CollectiveCall("all_gather", index_bytes(density, blocks))
         else:
             index = CollectiveCall("all_reduce", bitmap_bytes(blocks, replicas) // 4)
-        whole = model.entries - self.residual_entries(model)
-        packed = blocks * capacity(density, replicas)
-        return [index, all_reduce_chunked(packed + whole, levels, chunk_entries)]
+        sent = blocks * capacity(density, replicas) + model.entries - count_entries(compressed)
+        return [index, all_reduce_chunked(sent, levels, chunk_entries)]
 
-    def blocks(self, model: LocalModel) -> int:
-        """Return the blocks of all parameters that are compressed."""
-        return sum(-(-math.prod(shape) // BLOCK) for shape in model.matrices(self.options.dense_names))
-
-    def memory_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        """Return the bytes per step.
-
-        Per parameter 12 to add the residual, 4 to select, 8 to read and store the residual, 4 to write the mean, 1 for
-        the bitmaps; per packed entry 4 to write it, 8 to divide and 4 to read.
-        """
-        packed = self.blocks(model) * capacity(self.options.density, replicas)
-        return 0.0, 29.0 * model.entries + 16.0 * packed
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return count_entries(model.matrices(self.options.dense_names))
-
-    def message_memory(self, model: LocalModel, replicas: int) -> float:
-        density = self.options.density
-        packed = 0 if density >= 1.0 else self.blocks(model) * capacity(density, replicas)
-        return super().message_memory(model, replicas) + 4.0 * packed
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return {"residual": 4.0 * count_entries(model.matrices(self.dense_names))}

@@ -1,4 +1,4 @@
-"""Options and cost of top-k gradients with error feedback."""
+"""Options of top-k gradients with error feedback."""
 
 import math
 from collections.abc import Sequence
@@ -8,15 +8,10 @@ from typing import ClassVar, Literal
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.kernels.topk.layout import MessageLayout
-from torchtitan_scape.methods.cost import GradientCost, all_reduce_chunked
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked
 from torchtitan_scape.topology.ring_bytes import LevelSize
-
-# Memory traffic in bytes per parameter: add the gradient to the residual and select 12, write the mean 4, messages
-# about 1; the means of the codes with one or two bits take several more passes over the selected entries.
-TRAFFIC, MEANS_TRAFFIC = 17.0, 6.0
 
 
 @dataclass
@@ -71,36 +66,24 @@ class TopkOptions(MethodOptions):
         code = "" if self.code == "float32" else f" {self.code}"
         return f"{self.method_name()} {self.density:g}{code}"
 
-    def cost(self) -> "TopkCost":
-        return TopkCost(self)
-
-
-@dataclass(frozen=True)
-class TopkCost(GradientCost):
-    """One all-gather of values and offsets, one all-reduce of the uncompressed parameters."""
-
-    options: TopkOptions
-
     def compressed(self, model: LocalModel) -> list[Shape]:
         """Return the shapes of the parameters that are compressed."""
-        if self.options.selection != "tile":
-            return model.matrices(self.options.dense_names)
+        if self.selection != "tile":
+            return model.matrices(self.dense_names)
         pairs = zip(model.names, model.shapes, strict=True)
-        return [shape for name, shape in pairs if name not in self.options.dense_names]
+        return [shape for name, shape in pairs if name not in self.dense_names]
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
-        options, shapes = self.options, [shape for shape in self.compressed(model) if math.prod(shape)]
-        if options.density >= 1.0 or not shapes:
+        """Return one all-gather of values and offsets, and one all-reduce of the uncompressed parameters."""
+        shapes = [shape for shape in self.compressed(model) if math.prod(shape)]
+        if self.density >= 1.0 or not shapes:
             return [all_reduce_chunked(model.entries, levels, chunk_entries)]
-        grids = [block_grid(shape, options.selection, options.block_size) for shape in shapes]
-        nbytes = MessageLayout(grids, selected_per_block(grids, options.density), options.code).nbytes
+        grids = [block_grid(shape, self.selection, self.block_size) for shape in shapes]
+        nbytes = MessageLayout(grids, selected_per_block(grids, self.density), self.code).nbytes
         whole = model.entries - count_entries(shapes)
         return [CollectiveCall("all_gather", nbytes), all_reduce_chunked(whole, levels, chunk_entries)]
 
-    def traffic_per_parameter(self) -> float:
-        return TRAFFIC + (MEANS_TRAFFIC if self.options.code in ("2bit", "1bit") else 0.0)
-
-    def residual_entries(self, model: LocalModel) -> int:
-        return count_entries(self.compressed(model))
+    def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return {"residual": 4.0 * count_entries(self.compressed(model))}
