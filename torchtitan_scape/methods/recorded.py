@@ -7,7 +7,7 @@ method without a recording is planned without traffic and states of its own.
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -82,7 +82,7 @@ def _difference(one: Any, other: Any) -> float:
 
 
 @functools.cache
-def _settings() -> dict[str, Sequence[RecordedSetting]]:
+def _settings() -> dict[str, list[RecordedSetting]]:
     """Return the stored settings by method."""
     by_method: dict[str, list[RecordedSetting]] = {}
     for setting in json.loads(STORED.read_text())["settings"] if STORED.is_file() else ():

@@ -92,7 +92,7 @@ class PlannedRun:
         kinds, options = self.device_memory(model, replicas), self.options
         if self.is_dense:
             return kinds
-        common = ("parameters", "state")
+        common: tuple[str, ...] = ("parameters", "state")
         if options.per_replica_weights:
             common = ()
         elif options.holds_optimizer_state or options.divides_update:
