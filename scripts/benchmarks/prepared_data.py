@@ -28,7 +28,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, prepare
 from torchtitan_scape.data.datasets import build_dataloader
-from torchtitan_scape.data.prepare_parts import PrepareWork
+from torchtitan_scape.data.prepare import PrepareWork
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 DATASET = "standard_library"

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.local import load_text_files
-from torchtitan_scape.data.prepare_parts import TextSource
+from torchtitan_scape.data.prepare import TextSource
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.validator import validation_batches
 
