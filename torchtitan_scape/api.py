@@ -5,7 +5,9 @@ from torchtitan_scape.checkpoint.own_loop import load_checkpoint as load_checkpo
 from torchtitan_scape.methods.co2.options import Co2Options as Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions as DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions as DenseOptions
-from torchtitan_scape.methods.diloco.options import DilocoOptions as DilocoOptions
+from torchtitan_scape.methods.local_options import DilocoOptions as DilocoOptions
+from torchtitan_scape.methods.local_options import SparselocoOptions as SparselocoOptions
+from torchtitan_scape.methods.local_options import StreamingDilocoOptions as StreamingDilocoOptions
 from torchtitan_scape.methods.noloco.options import NolocoOptions as NolocoOptions
 from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions as OnebitAdamOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions as PowersgdOptions
@@ -13,9 +15,7 @@ from torchtitan_scape.methods.quantized.options import QuantizedOptions as Quant
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions as QuantizedUpdateOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions as RadiusOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions as ScapeOptions
-from torchtitan_scape.methods.sparseloco.options import SparselocoOptions as SparselocoOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions as SpartaOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions as StreamingDilocoOptions
 from torchtitan_scape.methods.tagc.options import TagcOptions as TagcOptions
 from torchtitan_scape.methods.topk.options import TopkOptions as TopkOptions
 from torchtitan_scape.optimizers.adams import AdamS as AdamS

@@ -18,12 +18,12 @@ from tests.replicas import run_replicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.scape.blocks import offset_code
+from torchtitan_scape.kernels.topk.layout import divisor_grid
 from torchtitan_scape.kernels.topk.reference import Basis
 from torchtitan_scape.methods.demo.method import Demo
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives

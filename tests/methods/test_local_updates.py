@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from torchtitan_scape.methods.local_options import FragmentSchedule
+from torchtitan_scape.methods.local_options import FragmentSchedule, StreamingDilocoOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 
 SHAPES = {
     "embed": (20, 8),

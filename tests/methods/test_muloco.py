@@ -22,8 +22,7 @@ from tests.methods.test_local_updates import (
     trained,
 )
 from tests.pool import Pool
-from torchtitan_scape.methods.diloco.options import DilocoOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
+from torchtitan_scape.methods.local_options import DilocoOptions, StreamingDilocoOptions
 
 MULOCO = DILOCO | {"code": "e2m1", "decay": 0.9}
 STEPS = 24  # four rounds

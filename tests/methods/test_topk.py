@@ -15,7 +15,7 @@ from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.scape.blocks import offset_code
-from torchtitan_scape.kernels.topk.layout import MessageLayout
+from torchtitan_scape.kernels.topk.layout import MessageLayout, block_grid, selected_per_block
 from torchtitan_scape.kernels.topk.reference import (
     from_blocks,
     offsets_of,
@@ -25,7 +25,6 @@ from torchtitan_scape.kernels.topk.reference import (
     write_offsets,
 )
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
 from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.method import Topk
 from torchtitan_scape.methods.topk.options import TopkOptions

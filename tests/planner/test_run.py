@@ -14,7 +14,7 @@ from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.local_options import DilocoOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.options import MethodOptions, share_of_dense
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_entries
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
@@ -23,7 +23,6 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes, payload_entries, sector_bytes
 from torchtitan_scape.methods.sparta.options import SpartaOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.planner.run import PlannedRun

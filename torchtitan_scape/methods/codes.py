@@ -27,12 +27,6 @@ def _bfloat16_bytes(count: int) -> int:
     return DTYPE_BYTES["bfloat16"] * count
 
 
-def encoded_bytes(code: str, block: int = BLOCK) -> float:
-    """Return the bytes of an element of a long message."""
-    encoded = encoded_size(code, block)
-    return 4.0 if encoded is None else encoded(1 << 20) / (1 << 20)
-
-
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of an element.
 

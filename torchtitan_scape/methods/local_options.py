@@ -1,17 +1,19 @@
 """Options of local updates: several local steps, then an exchange of displacements. Imports no torch.
 
-A displacement is the difference between the shared anchor and the parameters of one replica.
+A displacement is the difference between the shared anchor and the parameters of one replica. DiLoCo, Streaming DiLoCo
+and SparseLoCo consist of their options, see `methods.local_updates`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
+from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.topology.calls import CollectiveCall, scaled
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
@@ -160,8 +162,11 @@ class LocalOptions(MethodOptions):
 
 
 @dataclass
-class WholeOptions(LocalOptions):
-    """Options of local updates that send all entries of the displacements."""
+class DilocoOptions(LocalOptions):
+    """[sync.diloco]: local steps, then an average of displacements."""
+
+    section: ClassVar[str] = "sync.diloco"
+    main_options = ("inner_steps", "code")
 
     code: Code = "float32"
     """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""
@@ -186,3 +191,80 @@ class WholeOptions(LocalOptions):
 
     def label(self) -> str:
         return super().label() + (f", decay {self.decay:g}" if self.decay else "")
+
+
+@dataclass
+class StreamingDilocoOptions(DilocoOptions):
+    """[sync.streaming_diloco]: DiLoCo, one fragment of the model at a time."""
+
+    section: ClassVar[str] = "sync.streaming_diloco"
+    main_options = ("inner_steps", "fragments", "delay", "code")
+
+    inner_steps: int = 100
+    """Steps per round; every parameter is exchanged once per round"""
+
+    outer_lr: float = 0.4
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean displacement"""
+
+    fragments: int = 5
+    """Number of fragments, which are exchanged one after the other at equal intervals in a round: layers are
+    distributed over all but the first, which contains the remaining parameters"""
+
+    delay: int = 1
+    """Steps from the start of an exchange to the use of its result, from 0 to inner_steps"""
+
+    mix: float = 0.5
+    """Weight of a replica's own parameters when a result is applied, in [0, 1); the anchor has the remaining weight"""
+
+    code: Code = "e2m1"
+    """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.fragments >= 1, "fragments", "it must be 1 or more")
+        self.require(
+            0 <= self.delay <= self.inner_steps, "delay", f"it must lie in 0 .. inner_steps = {self.inner_steps}"
+        )
+        self.require(0.0 <= self.mix < 1.0, "mix", "it must lie in [0, 1)")
+
+    def schedule(self) -> FragmentSchedule:
+        return FragmentSchedule(self.inner_steps, self.fragments, self.delay, self.mix)
+
+
+@dataclass
+class SparselocoOptions(LocalOptions):
+    """[sync.sparseloco]: local steps, then the largest displacements."""
+
+    section: ClassVar[str] = "sync.sparseloco"
+    main_options = ("inner_steps", "density", "code")
+
+    outer_lr: float = 1.0
+    """Constant learning rate of the outer step, which updates the shared anchor by the mean of the sent entries"""
+
+    outer_momentum: float = 0.0
+    """Nesterov momentum of the outer step, in [0, 1); 0 for none, because the residual has a similar effect"""
+
+    density: float = 64 / 4096
+    """Share of the entries that each replica sends, in (0, 1]: the largest of every 64 x 64 tile, or of every slice of
+    4096 entries of one-dimensional parameters"""
+
+    code: Literal["float32", "e2m1", "2bit"] = "2bit"
+    """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
+    four means of the tensor. The quantization error is added to the residual"""
+
+    decay: float = 0.95
+    """Factor on the residual in every round, in (0, 1]"""
+
+    divisor: Literal["replicas", "senders"] = "senders"
+    """Divide sums by the number of replicas that sent the entry, as the published code does, or by the number of all
+    replicas, as in the paper's equations; the outer step is then smaller by up to that factor"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.015625, 64 of 4096")
+        self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
+
+    def averaging(self) -> MethodOptions:
+        return TopkOptions(
+            density=self.density, selection="tile", code=self.code, decay=self.decay, divisor=self.divisor
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.diloco.options import DilocoOptions
+from torchtitan_scape.methods.local_options import DilocoOptions, SparselocoOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.noloco.options import NolocoOptions
 from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
 from torchtitan_scape.methods.options import MethodOptions
@@ -16,9 +16,7 @@ from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.sparseloco.options import SparselocoOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.methods.tagc.options import TagcOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 

@@ -19,10 +19,8 @@ from tests.marks import slow
 from tests.methods import test_replaced_storage
 from torchtitan_scape.methods.co2.method import Co2
 from torchtitan_scape.methods.co2.options import Co2Options
-from torchtitan_scape.methods.diloco.options import DilocoOptions
-from torchtitan_scape.methods.local_options import LocalOptions
+from torchtitan_scape.methods.local_options import DilocoOptions, LocalOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
-from torchtitan_scape.methods.streaming_diloco.options import StreamingDilocoOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
 

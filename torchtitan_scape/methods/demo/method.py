@@ -8,11 +8,10 @@ from torch import Tensor
 
 from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import cosine_passes
-from torchtitan_scape.kernels.topk.layout import MessageLayout
+from torchtitan_scape.kernels.topk.layout import MessageLayout, divisor_grid
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.demo.options import DemoOptions
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.methods.topk.messages import TopkMessages
 
 

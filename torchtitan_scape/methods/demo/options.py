@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.kernels.topk.layout import MessageLayout
+from torchtitan_scape.kernels.topk.layout import MessageLayout, divisor_grid
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.topk.blocks import divisor_grid
 from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.ring_bytes import LevelSize
 

@@ -11,10 +11,9 @@ from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.common.launching import LatestResult
 from torchtitan_scape.kernels.scape.blocks import density_at
-from torchtitan_scape.kernels.topk.layout import MessageLayout
+from torchtitan_scape.kernels.topk.layout import MessageLayout, block_grid, selected_per_block
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.topk.blocks import block_grid, selected_per_block
 from torchtitan_scape.methods.topk.messages import TopkMessages
 from torchtitan_scape.methods.topk.options import TopkOptions
 
