@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +33,7 @@ from tests.methods import test_contract
 from tests.pool import Pool
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.methods.registry import METHODS, MethodEntry
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.topology.links import SCHEMA, Links
 from torchtitan_scape.topology.machines import get_machine
 
@@ -244,6 +243,7 @@ def run_page(codes: list[str], folder: str) -> float | None:
     scope: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(dist.get_rank())
     with (
+        patch.dict(METHODS),
         contextlib.chdir(folder),
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
@@ -271,24 +271,38 @@ def test_some_pages_contain_python_code() -> None:
     }
 
 
+METHOD = "docs/how_to/add_a_method.md"
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_documented_method_satisfies_the_contract(replicas: int) -> None:
-    """With the lines that the page adds to the registry and to the contract test."""
-    scope: dict[str, Any] = {"__name__": "page", "MethodEntry": MethodEntry, "Case": test_contract.Case}
-    for code in blocks("docs/how_to/add_a_method.md", "python")[:2]:  # its options and its implementation
-        exec(code, scope)
-    module = ModuleType("torchtitan_scape.methods.random_k.method")
-    vars(module)["RandomK"] = scope["RandomK"]
-    registry, contract = (
-        code.splitlines()[2]
-        for code in blocks("docs/how_to/add_a_method.md", "")
-        if code.splitlines()[1].strip() == "..."
-    )
-    with patch.dict(METHODS, eval(f"{{{registry}}}", scope)), patch.dict(sys.modules, {module.__name__: module}):
-        [case] = eval(f"[{contract}]", scope)
+    """With the line that the page adds to the contract test."""
+    scope: dict[str, Any] = {"__name__": "page", "Case": test_contract.Case}
+    (line,) = (code for code in blocks(METHOD, "") if code.startswith("Case("))
+    with patch.dict(METHODS):
+        exec(blocks(METHOD, "python")[0], scope)
+        case = eval(line.rstrip(",\n"), scope)
         test_contract.test_applied_plus_pending_equals_the_sum_of_gradients(case, replicas)
         test_contract.test_sent_bytes_equal_the_planned_bytes(case, replicas)
         test_contract.test_the_dense_limit_equals_dense_training(case)
         test_contract.test_a_skipped_step_changes_no_state(case)
         test_contract.test_a_full_exchange_leaves_no_residual(case)
         test_contract.test_declared_states_determine_all_later_steps(case, 4)
+
+
+def test_the_documented_method_trains_and_resumes_in_a_screen_of_code() -> None:
+    """The run on the page, from its checkpoint on, has the bits of the uninterrupted one, and the planned bytes."""
+    codes, scope = blocks(METHOD, "python"), {"__name__": "page"}
+    assert len(codes[0].splitlines()) <= 60
+    with patch.dict(METHODS):
+        for code in codes:
+            exec(code, scope)
+        model, optimizer = scope["build"]()
+        for loaded, saved in zip((model, optimizer), scope["saved"], strict=True):
+            loaded.load_state_dict(saved)
+        optimizer.collectives.ledger.sent.clear()
+        assert scope["train"](model, optimizer, range(50, 100)) == scope["loss"] < 0.5
+    assert all(map(torch.equal, model.parameters(), scope["model"].parameters()))
+    sent = optimizer.collectives.ledger.sent_by_level_and_kind()
+    payload = sum(nbytes for (_, kind), nbytes in sent.items() if kind == "payload")
+    assert payload == pytest.approx(50 * optimizer.planned_bytes()) and 0 < payload < 50 * optimizer.dense_bytes() / 3
