@@ -48,6 +48,8 @@ def rows_of(rows: int, blocks: int, block: int, device: str) -> Tensor:
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Return True if tensors are bitwise equal; all NaN bit patterns are considered equal."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
     known = ~one.isnan()
     return torch.equal(known, ~other.isnan()) and torch.equal(
         one.view(torch.int32)[known], other.view(torch.int32)[known]
