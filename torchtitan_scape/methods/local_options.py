@@ -98,10 +98,6 @@ class LocalOptions(MethodOptions):
         """Return whether the outer momentum is a state."""
         return self.outer_momentum > 0.0
 
-    def label(self) -> str:
-        code = getattr(self, "code", "float32")
-        return f"{self.method_name()} {self.inner_steps:g}" + ("" if code == "float32" else f" {code}")
-
     def steps_per_round(self) -> int:
         return self.schedule().inner_steps + self.schedule().delay
 

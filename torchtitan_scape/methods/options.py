@@ -25,7 +25,7 @@ class MethodOptions(Options):
     of entries, and `collective_calls` unless it exchanges all gradients in FP32.
 
     Class attributes:
-        main_options: Options that determine the bytes sent; the planner prints them.
+        main_options: Options that determine the bytes sent, the most important one first; the planner prints them.
         holds_optimizer_state: As in `Method`: `memory_traffic` and `held_memory` contain parameters, gradients and the
             optimizer's state.
         per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
@@ -86,8 +86,11 @@ class MethodOptions(Options):
         return 1
 
     def label(self) -> str:
-        """Return the method and its main options, for tables and log lines."""
-        return self.method_name()
+        """Return the method, the first of its main options if that is a number, and its code: for tables and logs."""
+        first = getattr(self, self.main_options[0]) if self.main_options else ""
+        code = getattr(self, "code", "float32")
+        parts = [f"{first:g}" if not isinstance(first, str) else "", code if code != "float32" else ""]
+        return " ".join([self.method_name(), *filter(None, parts)])
 
     def offloaded(self) -> tuple[str, ...]:
         """Return the states that are kept in host memory."""

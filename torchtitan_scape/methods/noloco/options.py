@@ -46,9 +46,6 @@ class NolocoOptions(MethodOptions):
     def steps_per_round(self) -> int:
         return self.inner_steps
 
-    def label(self) -> str:
-        return f"{self.method_name()} {self.inner_steps:g}"
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

@@ -86,9 +86,6 @@ class OnebitAdamOptions(MethodOptions):
     def needs_comm_streams(self) -> bool:
         return True
 
-    def label(self) -> str:
-        return f"{self.method_name()} {self.code}"
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

@@ -33,9 +33,6 @@ class PowersgdOptions(MethodOptions):
         self.require(self.rank >= 1, "rank", "it must be 1 or more")
         self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a tenth of training.steps")
 
-    def label(self) -> str:
-        return f"{self.method_name()} {self.rank:g}"
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

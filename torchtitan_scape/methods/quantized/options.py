@@ -74,7 +74,7 @@ class QuantizedOptions(MethodOptions):
         return True
 
     def label(self) -> str:
-        return f"{self.method_name()} {self.code}" + (" whitened" if self.whiten_every else "")
+        return super().label() + (" whitened" if self.whiten_every else "")
 
     def supports_overlap(self) -> bool:
         """Return whether chunks are independent: a basis needs whole matrices."""

@@ -54,9 +54,6 @@ class RadiusOptions(MethodOptions):
         self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for one fifth of training.steps")
         self.require(self.release_scale >= 1.0, "release_scale", "it must be 1 (the paper's) or more")
 
-    def label(self) -> str:
-        return f"{self.method_name()} {self.density:g}"
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

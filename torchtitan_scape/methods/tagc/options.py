@@ -32,9 +32,6 @@ class TagcOptions(MethodOptions):
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
 
-    def label(self) -> str:
-        return f"{self.method_name()} {self.density:g}"
-
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:

@@ -61,10 +61,6 @@ class TopkOptions(MethodOptions):
         self.require(whole_bytes, "block_size", "it must be a multiple of 8 from 8 to 32768")
         self.require(0.0 < self.decay <= 1.0, "decay", "it must lie in (0, 1]")
 
-    def label(self) -> str:
-        code = "" if self.code == "float32" else f" {self.code}"
-        return f"{self.method_name()} {self.density:g}{code}"
-
     def compressed(self, model: LocalModel) -> list[Shape]:
         """Return the shapes of the parameters that are compressed."""
         if self.selection != "tile":
