@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal
 
 from torchtitan_scape.topology.pairs import paired_share
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, CHUNK_ENTRIES, chunk_limit, chunk_sizes
+from torchtitan_scape.topology.partition import ALIGNED_BYTES, CHUNK_ENTRIES, chunk_limit, chunk_sizes
 from torchtitan_scape.topology.ring_bytes import (
     Levels,
     MessageBytes,
@@ -116,12 +116,10 @@ def size_multiple(levels: Levels, block_size: int | None = None) -> int:
         levels: Levels that the replicas span, innermost first.
         block_size: Elements that the codec encodes together; None for FP32.
     """
-    replicas = replicas_of(levels)
+    replicas, step = replicas_of(levels), ALIGNED_BYTES // 4 if block_size is None else block_size
     if replicas == 1:
         return 1
-    if len(levels) < 2 and block_size is None:
-        return ALIGNED_ENTRIES
-    return replicas * (ALIGNED_ENTRIES if block_size is None else block_size)
+    return step if len(levels) < 2 and block_size is None else replicas * step
 
 
 def padded_size(count: int, levels: Levels, block_size: int | None = None) -> int:

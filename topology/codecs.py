@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
+from torchtitan_scape.topology.partition import ALIGNED_BYTES
 
 
 class Codec(Protocol):
@@ -81,7 +81,7 @@ class Bfloat16:
 
 def entries_together(codec: Codec | None) -> int:
     """Return the number of entries that must not be divided between ranks; None stands for FP32."""
-    return ALIGNED_ENTRIES if codec is None else codec.block_size
+    return ALIGNED_BYTES // 4 if codec is None else codec.block_size
 
 
 def message_size(codec: Codec | None) -> Callable[[int], int] | None:

@@ -27,7 +27,7 @@ from torchtitan_scape.topology.codecs import Codec, entries_together, message_si
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars, size_and_rank
 from torchtitan_scape.topology.pairs import partners
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES, CHUNK_ENTRIES, chunk_limit
+from torchtitan_scape.topology.partition import ALIGNED_BYTES, CHUNK_ENTRIES, chunk_limit
 from torchtitan_scape.topology.rank_group import RankGroup, replica_index
 from torchtitan_scape.topology.ring_bytes import (
     Stage,
@@ -245,7 +245,7 @@ class ReplicaCollectives(ABC):
         if self.replicas == 1:
             output.copy_(input)
             return Handle()
-        assert input.nbytes % (4 * ALIGNED_ENTRIES) == 0
+        assert input.nbytes % ALIGNED_BYTES == 0
         self._count(kind, all_gather_stages(input.nbytes, self.levels))
         return self._all_gather(output, input)
 
@@ -266,7 +266,7 @@ class ReplicaCollectives(ABC):
         """
         if self.replicas == 1 or bits.numel() == 0:
             return Handle()
-        assert bits.numel() % (4 * ALIGNED_ENTRIES * self.replicas) == 0
+        assert bits.numel() % (ALIGNED_BYTES * self.replicas) == 0
         self._count(kind, all_reduce_stages(bits.numel() // 4, self.levels))
         return self._all_reduce_or(bits)
 

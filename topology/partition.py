@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# FP32 entries in 16 bytes, NCCL's transfer size if buffers begin and end at multiples of it.
-ALIGNED_ENTRIES = 4
+# NCCL transfers 16 bytes at a time if a buffer begins and ends at multiples of 16, and less otherwise.
+ALIGNED_BYTES = 16
 # 16 MiB of FP32: large enough for full bandwidth on every link in machines.toml, small compared to any model.
 CHUNK_ENTRIES = 1 << 22
 # With more replicas a chunk grows, so that each pair of ranks exchanges this many encoded bytes of it. The latency of a

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
+from torchtitan_scape.topology.partition import ALIGNED_BYTES
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.torch_version import all_gather_into
 from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
@@ -67,7 +67,7 @@ def all_gather(output: Tensor, input: Tensor, group: RankGroup, ledger: ShardLed
     if group.size == 1:
         output.copy_(input)
         return
-    assert input.nbytes % (4 * ALIGNED_ENTRIES) == 0
+    assert input.nbytes % ALIGNED_BYTES == 0
     ledger.count_all_gather(group, input.nbytes, kind)
     all_gather_into(output, input, group=group.process_group)
 
@@ -80,6 +80,6 @@ def all_to_all(output: Tensor, input: Tensor, group: RankGroup, ledger: ShardLed
     if group.size == 1:
         output.copy_(input)
         return
-    assert input[0].nbytes % (4 * ALIGNED_ENTRIES) == 0
+    assert input[0].nbytes % ALIGNED_BYTES == 0
     ledger.count_all_to_all(group, input.nbytes, kind)
     dist.all_to_all_single(output, input, group=group.process_group)

@@ -25,7 +25,7 @@ from torchtitan_scape.topology.chunks import (
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import ALIGNED_ENTRIES
+from torchtitan_scape.topology.partition import ALIGNED_BYTES
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class ShardedExchange(PayloadExchange):
     def planned_bytes(self) -> float:
         replicas, entries = self.collectives.replicas, self.passes.entries
         if not entries:
-            rows = -(-self.owner.longest_row // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
+            aligned = ALIGNED_BYTES // 4  # entries
+            rows = -(-self.owner.longest_row // aligned) * aligned
             return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
         own = (2 if self.owner.scaled else 4) * (entries // replicas)
         return self.collectives.scattered_bytes(entries, self.codec) + self.collectives.gathered_bytes(own)
