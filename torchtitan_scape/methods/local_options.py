@@ -162,7 +162,7 @@ class DilocoOptions(LocalOptions):
     """[sync.diloco]: local steps, then an average of displacements."""
 
     section: ClassVar[str] = "sync.diloco"
-    main_options = ("inner_steps", "code")
+    main_options: ClassVar[tuple[str, ...]] = ("inner_steps", "code")
 
     code: Code = "float32"
     """Encoding of the displacements: FP32, or a code of blocks of 128 entries that share a scale"""
