@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE, Format
 from torchtitan_scape.kernels.common.launching import to_device
-from torchtitan_scape.kernels.common.ordered import add_in_order_, divisor_of
+from torchtitan_scape.kernels.common.torch_common import add_in_order_, divisor_of
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100

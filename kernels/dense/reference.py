@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.common.flat import Flat
-from torchtitan_scape.kernels.common.gating import decay_, gated, known_false, masked_copy_
 from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.common.torch_common import Flat, decay_, gated, known_false, masked_copy_
 
 
 def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES, padded_bytes
+from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES, padded_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

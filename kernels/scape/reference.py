@@ -14,8 +14,7 @@ suffices, and SCAPE needs no more state than AdamS.
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.common.gating import decay_, gated, known_false
-from torchtitan_scape.kernels.common.ordered import divisor_of
+from torchtitan_scape.kernels.common.torch_common import decay_, divisor_of, gated, known_false
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.visits import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
 

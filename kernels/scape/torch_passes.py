@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.common.flat import Flat
-from torchtitan_scape.kernels.common.gating import decay_, known_false
+from torchtitan_scape.kernels.common.torch_common import Flat, decay_, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from torchtitan_scape.kernels.scape.passes import ScapePasses

@@ -6,7 +6,7 @@ the selections of S ranks has at most S times as many entries, so that all sizes
 
 import math
 
-from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES, padded_bytes
+from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES, padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 BLOCK = 1024

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
-from torchtitan_scape.kernels.common.gating import masked_copy_
 from torchtitan_scape.kernels.common.launching import to_device
-from torchtitan_scape.kernels.common.ordered import add_in_order_
+from torchtitan_scape.kernels.common.torch_common import add_in_order_, masked_copy_
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 from torchtitan_scape.kernels.scape.reference import (
     decode_offsets,

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.alignment import padded_bytes
 from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape import triton_masks
 from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from torchtitan_scape.kernels.codec.formats import MessageSize
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import MessageSize, padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 MEANS = {"2bit": 4, "1bit": 1}  # FP32 means of each tensor, at the head of a message

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, get_workload, local_shapes
-from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize
+from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize, dtype_bytes, encoded_size
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.local_options import DilocoOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.options import MethodOptions, share_of_dense

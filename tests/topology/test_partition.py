@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.methods.codes import encoded_size
+from torchtitan_scape.kernels.codec.formats import encoded_size
 from torchtitan_scape.topology.partition import chunk_limit, chunk_sizes, chunks_of, whole_chunks
 
 

@@ -26,7 +26,7 @@ from torchtitan_scape.core.parameters import (
 from torchtitan_scape.core.tensors import add_to_each_
 from torchtitan_scape.core.type_checks import check_hyperparameters
 from torchtitan_scape.kernels.backends import choose_backend, muon_passes
-from torchtitan_scape.kernels.common.alignment import ALIGNED_BYTES
+from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES
 from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.optimizers.cost import ITERATIONS
 from torchtitan_scape.optimizers.matrix_choice import (

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.parameters import plain_name
-from torchtitan_scape.kernels.common.ordered import add_in_order_
+from torchtitan_scape.kernels.common.torch_common import add_in_order_
 from torchtitan_scape.sharding.unsent import ResidualStore
 from torchtitan_scape.topology.groups import LevelGroups, ShardGroups
 from torchtitan_scape.topology.rank_group import RankGroup

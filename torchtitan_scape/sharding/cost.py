@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torchtitan_scape.core.workloads import Shape, Workload
-from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import FORMATS, padded_bytes
 from torchtitan_scape.kernels.tagc.formats import BLOCK
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout

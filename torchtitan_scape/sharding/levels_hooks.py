@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.sharding.base import (
     UPDATE,
     WEIGHTS,

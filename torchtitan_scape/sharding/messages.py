@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.sharding.base import GRADIENTS, ParameterSlice, add_rows, entries
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup

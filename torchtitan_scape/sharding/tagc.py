@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.backends import tagc_passes
-from torchtitan_scape.kernels.common.alignment import padded_bytes
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.kernels.tagc.formats import BLOCK, capacity
 from torchtitan_scape.kernels.tagc.reference import Sketch, select_above, sum_bytes, union_of_bitmaps

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape
-from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.methods.codes import encoded_size
+from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream
 from torchtitan_scape.topology.ring_bytes import LevelSize

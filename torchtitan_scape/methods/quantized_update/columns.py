@@ -14,7 +14,7 @@ from torchtitan_scape.kernels.backends import exchange_passes
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.reference import fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.common.ordered import divisor_of
+from torchtitan_scape.kernels.common.torch_common import divisor_of
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
-from torchtitan_scape.kernels.codec.formats import FORMATS
-from torchtitan_scape.methods.codes import dtype_bytes, encoded_size
+from torchtitan_scape.kernels.codec.formats import FORMATS, dtype_bytes, encoded_size
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.scape.payload import (
     block_layout,

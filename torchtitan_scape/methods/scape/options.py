@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.codes import encoded_size, short_name
+from torchtitan_scape.kernels.codec.formats import encoded_size, short_name
 from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.scape.budget import fit_to_budget
 from torchtitan_scape.methods.scape.cost import ScapeCost

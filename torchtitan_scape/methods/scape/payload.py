@@ -6,8 +6,8 @@
 import math
 
 from torchtitan_scape.core.workloads import Shapes
+from torchtitan_scape.kernels.codec.formats import encoded_size
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership
-from torchtitan_scape.methods.codes import encoded_size
 
 SECTOR = 32  # bytes that a GPU's memory moves at least
 

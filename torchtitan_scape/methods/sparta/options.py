@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.codes import encoded_size
+from torchtitan_scape.kernels.codec.formats import encoded_size
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, replicas_of
 from torchtitan_scape.topology.ring_bytes import LevelSize

@@ -1,0 +1,70 @@
+"""Shared parts of the PyTorch passes: FP32 views, writes gated by a flag on the device, and sums in a given order."""
+
+import torch
+from torch import Tensor
+
+
+class Flat:
+    """A tensor as writable FP32 (n,), a view if possible. `store` copies the result back if it is not a view.
+
+    master: FP32 (n,) weights that are updated instead; the tensor is their copy in another dtype. Without a master, a
+        BF16 parameter loses updates that are smaller than its rounding error.
+    """
+
+    def __init__(self, tensor: Tensor, master: Tensor | None = None) -> None:
+        self._tensor = tensor
+        self.flat = tensor.float().contiguous().view(-1) if master is None else master
+
+    def store(self) -> None:
+        """Copy the values to the tensor, unless `flat` is a view of it."""
+        if self.flat.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self.flat.view(self._tensor.shape))
+
+
+def known_false(flag: Tensor) -> bool:
+    """Return True if the flag is false and on a CPU. On a GPU the answer would need a synchronization."""
+    return flag.is_cpu and not flag
+
+
+def gated(applied: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Select `new` if the step is applied, else `old`. A flag on a CPU is true here: `known_false` was checked."""
+    return new if applied.is_cpu else torch.where(applied, new, old)
+
+
+def masked_copy_(target: Tensor, source: Tensor | float, applied: Tensor) -> None:
+    """Copy `source` to `target` if `applied`, bool (), without waiting for the device."""
+    if applied.is_cpu:  # reading it costs nothing
+        if applied:
+            target.copy_(source.view(target.shape)) if isinstance(source, Tensor) else target.fill_(source)
+        return
+    value = source if isinstance(source, Tensor) else torch.full_like(target, source)
+    torch.where(applied, value.view(target.shape).to(target.dtype), target, out=target)
+
+
+def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
+    """Decay in place: parameter -= rate * parameter.
+
+    A factor 1 - rate would be rounded to FP32, with the same error in every step.
+    """
+    parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
+
+
+def divisor_of(x: Tensor, value: float) -> Tensor:
+    """Return `value` as a tensor, (), to divide x by.
+
+    PyTorch replaces a division by a Python number on a GPU with a multiplication by its inverse, which rounds twice.
+    """
+    return x.new_full((), value)
+
+
+def add_in_order_(total: Tensor, rows: Tensor) -> None:
+    """Add `rows`, FP32 (k, ...), to `total`, FP32 (...), one after the other.
+
+    On a CPU this is one operator, because `index_add_` adds the rows in order. On a GPU its order is undefined, so that
+    each row is one launch; the Triton kernels add all rows in one.
+    """
+    if rows.is_cpu:
+        total[None].index_add_(0, torch.zeros(len(rows), dtype=torch.int64, device="cpu"), rows)
+        return
+    for row in rows:
+        total += row
