@@ -330,7 +330,6 @@ def test_the_registry_and_the_cost_agree(name: str) -> None:
     entry = METHODS[name]
     assert entry.options.method_name() == name
     assert set(entry.options.main_options) <= entry.options.__dataclass_fields__.keys()
-    assert entry.options().supports_overlap() == entry.method.supports_overlap
     for optimizer in entry.optimizers:
         assert get_optimizer_cost(optimizer).traffic(MODEL) > 0
     assert 0 < share_of_dense(entry.options(), MODEL, 4) < 1.01

@@ -41,8 +41,6 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
     `methods.overlap`).
     """
 
-    supports_overlap = True
-
     def __init__(
         self, context: MethodContext, options: Any, codec: Codec | None = None, in_place: bool = False
     ) -> None:

@@ -187,7 +187,6 @@ class Method(ABC):
             `on_migration` = "model".
         limits_gradients: True if a replica's gradient is scaled down to a multiple of its usual norm before `step`,
             because the method's state would keep a spike for many steps; see `replica.guard.NormLimits`.
-        supports_overlap: True if the exchange can start while the backward pass is running (`methods.chunked`).
         holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
             supplies the rates alone.
         reads_moments: True if the method computes with the optimizer's moments, so that it depends on its algorithm.
@@ -198,7 +197,6 @@ class Method(ABC):
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
     per_replica_weights: ClassVar[bool] = False
     limits_gradients: ClassVar[bool] = True
-    supports_overlap: ClassVar[bool] = False
     holds_optimizer_state: ClassVar[bool] = False
     reads_moments: ClassVar[bool] = False
     divides_optimizer_state: ClassVar[bool] = False

@@ -48,7 +48,7 @@ class OnebitAdam(Quantized):
     quotient would be unbounded.
     """
 
-    supports_overlap, reads_moments = False, True
+    reads_moments = True
 
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         super().__init__(context, options.exchange())
