@@ -246,7 +246,8 @@ class TagcReduce(CollectiveHook):
     def _reduce_scatter(self, rows: Tensor, result: Tensor) -> None:
         """Write this rank's row of the sum over ranks of `rows` (S, n), in rank order, into `result` (n,)."""
         n = rows.shape[1]
-        rows = pad(rows, (0, _padded_entries(n) - n)) if _padded_entries(n) > n else rows
+        padding = padded_bytes(4 * n) // 4 - n
+        rows = pad(rows, (0, padding)) if padding else rows
         received = torch.empty_like(rows)
         shard_collectives.all_to_all(received, rows, self._rank_group, self._ledger, GRADIENTS)
         add_rows(received[:, :n], result)
@@ -264,8 +265,3 @@ class TagcReduce(CollectiveHook):
                 "code = 'packed', raise min_entries, or set reproduce = true"
             )
         return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]
-
-
-def _padded_entries(entries: int) -> int:
-    """Return the number of FP32 entries including padding."""
-    return padded_bytes(4 * entries) // 4
