@@ -12,7 +12,7 @@ CHUNK_ENTRIES = 1 << 22
 # message is then 8 % of its transfer time on the fastest network in machines.toml, 50 GB/s with 5 us.
 PAIR_BYTES = 3 << 20
 # Kernels that encode tensors in place need no FP32 buffers: a chunk of so many times as many entries has about the same
-# memory, see `methods.quantized.options.QuantizedCost.chunk_memory`, and a step has fewer launches and collectives.
+# memory, as recorded in `methods/recorded.json`, and a step has fewer launches and collectives.
 IN_PLACE_FACTOR = 4
 # Two chunks are in flight at once. This limits their memory to two fifths of that of all entries.
 LARGEST_SHARE = 5
