@@ -15,7 +15,8 @@ from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, record_gathers, train
 from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, param_groups_of
-from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
+from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
+from torchtitan_scape.sharding.options import ShardingOptions
 
 NODES: dict[str, Any] = {"weights_code": "int8", "gradients_code": "int8+int4"}
 

@@ -18,8 +18,9 @@ from torchtitan_scape.sharding.base import (
     install,
     param_groups_of,
 )
+from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.messages import RowCodec
-from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
+from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.unsent import ResidualStore
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter

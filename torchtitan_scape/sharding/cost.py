@@ -19,6 +19,7 @@ from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.links import Links, stage_seconds
 from torchtitan_scape.topology.ring_bytes import Stage, all_reduce_stages, spanned
 
+WEIGHTS_BLOCK, GRADIENTS_BLOCK = 256, 128  # entries that share a scale
 _SCALE = 4  # bytes
 _CUT_BIASES = ("wq.bias", "wk.bias", "wv.bias", "w1.bias")
 
@@ -76,25 +77,19 @@ class ShardPlan:
 
     Attributes:
         weights: Name of the block code, or "dense".
-        weights_block: Entries that share a scale.
         secondary: Weights are sent between nodes once per update (hpZ).
         gradients: Codes of the hops, innermost first; () for dense.
-        gradients_block: Entries that share a scale.
         hops: 1 or 2.
         weight_bytes: Bytes per entry of weights that are not quantized.
-        gradient_bytes: Bytes per entry of dense gradients.
         exchanged: Dense gradients use an all-to-all, as on gloo, instead of a ring.
         sparse: Options of TAGC, if it reduces the gradients.
     """
 
     weights: str = "dense"
-    weights_block: int = 256
     secondary: bool = False
     gradients: tuple[str, ...] = ()
-    gradients_block: int = 128
     hops: int = 1
     weight_bytes: int = 2
-    gradient_bytes: int = 4
     exchanged: bool = False
     sparse: TagcShardingOptions | None = None
     sums: ClassVar[bool] = False  # no gradients between nodes
@@ -145,7 +140,7 @@ class ShardPlan:
         kinds = dict(kinds)
         messages = [0.0]
         for row in rows:
-            message = row.message_bytes(self.weights, self.weights_block, self.weight_bytes)
+            message = row.message_bytes(self.weights, WEIGHTS_BLOCK, self.weight_bytes)
             if self.secondary:
                 kinds["secondary weights"] = kinds.get("secondary weights", 0.0) + len(nodes) * message
             if self.weights != "dense" or self.secondary:
@@ -157,7 +152,7 @@ class ShardPlan:
                 kinds["shard residual"] = kinds.get("shard residual", 0.0) + residual
                 messages.append(2 * self.sparse.values(row.shapes, row.names, ranks))
             if self.gradients:
-                input_bytes = ranks * row.message_bytes(self.gradients[0], self.gradients_block, 4)
+                input_bytes = ranks * row.message_bytes(self.gradients[0], GRADIENTS_BLOCK, 4)
                 sums = 4.0 * row.entries * (len(nodes) if self.hops == 2 else 1)
                 messages.append(2 * input_bytes + sums + 4.0 * ranks * row.entries)
         return kinds | {"shard messages": max(messages)}
@@ -178,7 +173,7 @@ class ShardPlan:
                     _Sent("weights", s, gathers) for s in _gather_stages(whole, row.entries * self.weight_bytes, layout)
                 )
             else:
-                sent = row.message_bytes(self.weights, self.weights_block, self.weight_bytes)
+                sent = row.message_bytes(self.weights, WEIGHTS_BLOCK, self.weight_bytes)
                 for number, groups in enumerate(reversed(rank_groups)):
                     times = 1 if self.secondary and number == 0 else gathers
                     yield from (_Sent("weights", stage, times) for stage in _gather_stages(groups, sent, layout))
@@ -188,13 +183,13 @@ class ShardPlan:
                 continue
             if not self.gradients:
                 stages = exchange_stages if self.exchanged else _scatter_stages
-                sent = row.entries * ranks * self.gradient_bytes
+                sent = 4 * row.entries * ranks
                 yield from (_Sent("gradients", stage, micro_batches) for stage in stages(whole, sent, layout))
                 continue
             remaining = ranks
             for number, groups in enumerate(rank_groups):
                 code = self.gradients[min(number, len(self.gradients) - 1)]
-                sent = remaining * row.message_bytes(code, self.gradients_block, 4)
+                sent = remaining * row.message_bytes(code, GRADIENTS_BLOCK, 4)
                 yield from (_Sent("gradients", stage, micro_batches) for stage in exchange_stages(groups, sent, layout))
                 remaining //= len(groups[0])
 

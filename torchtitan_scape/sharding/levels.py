@@ -29,10 +29,11 @@ from torchtitan_scape.sharding.base import (
     install,
     param_groups_of,
 )
+from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.levels_hooks import RowLayout, SecondaryAllGather, SliceReduceScatter, WeightAllGather
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK
 from torchtitan_scape.sharding.messages import RowCodec
-from torchtitan_scape.sharding.options import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardingOptions
+from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups

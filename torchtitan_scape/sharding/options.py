@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import Options
-from torchtitan_scape.sharding.cost import ShardPlan
+from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK, ShardPlan
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK, LevelsOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
 
 CODES = {"dense": (), "int8": ("int8",), "int4": ("int4",), "int8+int4": ("int8", "int4")}
-WEIGHTS_BLOCK, GRADIENTS_BLOCK = 256, 128  # Entries that share a scale.
 
 
 @dataclass
@@ -161,10 +160,8 @@ class ShardingOptions(Options):
         """
         return ShardPlan(
             weights=self.weights_code,
-            weights_block=WEIGHTS_BLOCK,
             secondary=self.secondary,
             gradients=self.hop_codes,
-            gradients_block=GRADIENTS_BLOCK,
             hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
             weight_bytes=4 if param_dtype == "float32" else 2,
             exchanged=on_cpu,
