@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torchtitan_scape.core.hidden_matrices import default_hidden_names, is_hidden_matrix
 
@@ -183,8 +184,7 @@ class Workload:
 
     def local(self, shard: int) -> LocalModel:
         """Return the shards of the first of `shard` ranks."""
-        names, shapes = self.names(), self.shapes()
-        return LocalModel(names, local_shapes(shapes, shard), default_hidden_names(names, shapes))
+        return _local_model(self, shard)
 
     def whole(self) -> LocalModel:
         """Return the parameters that are not sharded."""
@@ -251,6 +251,12 @@ class Workload:
         if self.gpt2:
             return max(10.0 * layer + 4.0 * tables, 8.0 * tables)
         return 10.0 * max(layer, self.vocab * self.width)
+
+
+@lru_cache(maxsize=64)  # the planner asks for the same shards many times
+def _local_model(workload: Workload, shard: int) -> LocalModel:
+    names, shapes = workload.names(), workload.shapes()
+    return LocalModel(names, local_shapes(shapes, shard), default_hidden_names(names, shapes))
 
 
 WORKLOADS = {

@@ -23,7 +23,7 @@ from torchtitan_scape.topology.calls import CollectiveCall, replicas_of, scaled
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
-_divide = lru_cache(maxsize=8)(divide)  # the planner asks for the same groups several times
+_divide = lru_cache(maxsize=64)(divide)  # the planner asks for the same groups several times
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 
 
