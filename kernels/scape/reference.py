@@ -14,7 +14,7 @@ suffices, and SCAPE needs no more state than AdamS.
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.common.torch_common import decay_, divisor_of, gated, known_false
+from torchtitan_scape.kernels.common.torch_common import divisor_of, gated, known_false
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.visits import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
 
@@ -240,7 +240,8 @@ def staleness(indices: Tensor, outside: int, fresh: Tensor, relative: tuple[Tens
         indices: Positions in the tensor, int64.
         outside: Number of entries of the tensor that are not in A.
         fresh: int64 (), number of newly entered entries of A.
-        relative: See `update_`.
+        relative: Rates at which rows and columns enter the mask, FP32 (rows,) and (columns,), relative to their mean
+            (`VisitRates`). The staleness is lower for rows and columns that enter more often.
     """
     mean = (outside / fresh.float()).clamp(1.0, MAX_STALENESS)  # Little's law
     rows, columns = relative
@@ -263,7 +264,15 @@ def adams(
     clip_moment: bool,
     bias_corrections: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Compute AdamS on the mask: the new moment, and the step without the learning rate. Args as in `update_`."""
+    """Compute AdamS on the mask: the new moment, and the step without the learning rate.
+
+    Args:
+        gradient: gh on A before clipping, FP32 (nnz(A),).
+        last: m of the last step on A, FP32 (nnz(A),).
+        clip: FP32 (), clip factor of gh.
+        clip_moment: Apply the factor to both moments; false: to the second moment only, as printed in the paper.
+        bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
+    """
     beta1, beta2 = betas
     clipped = gradient * clip
     second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
@@ -271,65 +280,14 @@ def adams(
     return moment, (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
 
 
-def update_(
-    parameter: Tensor | None,
-    gradient: Tensor,
-    state: Tensor,
-    last: Tensor | None,
-    indices: Tensor | None,
-    previous: Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    clip: Tensor,
-    clip_moment: bool,
-    bias_corrections: tuple[Tensor, Tensor],
-    applied: Tensor,
-    relative: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Apply the AdamS update on A and weight decay everywhere, in place, if `applied`.
-
-    Args:
-        parameter: FP32 (n,); None if another replica of this process writes it.
-        gradient: gh on A before clipping, FP32 (nnz(A),); overwritten.
-        state: FP32 (n,), contains m of the last step on A and receives the new one.
-        last: m of the last step on A, FP32 (nnz(A),); None to read it from `state`.
-        indices: Positions of A, int64 (nnz(A),); None for all.
-        previous: Packed P.
-        lr, betas, eps, weight_decay: As in AdamW.
-        clip: FP32 (), clip factor of gh.
-        clip_moment: Apply the factor to both moments; false: to the second moment only, as printed in the paper.
-        bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
-        applied: bool (); nothing is written if it is false.
-        relative: Rates at which rows and columns enter the mask, FP32 (rows,) and (columns,), relative to their mean
-            (`VisitRates`). With it, steps of entries of A outside P are multiplied by their staleness, which is lower
-            for rows and columns that enter the mask more often. None for no scaling.
-    """
+def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
+    """Set parameter = values on A, if `applied`. FP32 (n,); indices: int64 (nnz(A),) or None for all."""
     if known_false(applied):
         return
-    if last is None:
-        last = state if indices is None else state.index_select(0, indices)
-    moment, step = adams(gradient, last, betas, eps, clip, clip_moment, bias_corrections)
-    if relative is not None and indices is not None and previous is not None:
-        n = state.numel()
-        fresh = entering(indices, previous, n)
-        factor = staleness(indices, n - indices.numel(), fresh.sum(), relative)
-        step, moment = scaled(step, moment, fresh, factor)
-    step = gated(applied, step * lr, torch.zeros_like(step))
-    if parameter is not None:
-        decay_(parameter, lr * weight_decay, applied)
-        if indices is None:
-            parameter.sub_(step)
-        else:
-            parameter.scatter_(0, indices, parameter.index_select(0, indices).sub_(step))
     if indices is None:
-        state.copy_(gated(applied, moment, state))
+        parameter.copy_(gated(applied, values, parameter))
     else:
-        if not applied.is_cpu:  # keep the values of `pack_`: `last` is 0 for new entries of A
-            moment = gated(applied, moment, state.index_select(0, indices))
-        state.scatter_(0, indices, moment)
+        parameter.scatter_(0, indices, gated(applied, values, parameter.index_select(0, indices)))
 
 
 # ------------------------------------------------------------------------------------------ sharded update
@@ -383,13 +341,3 @@ def owned_gradient_(mean: Tensor, released: Tensor, beta1: float) -> None:
     the common residual, `released`.
     """
     mean.add_(released).div_(1.0 - beta1)
-
-
-def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
-    """Set parameter = values on A, if `applied`. FP32 (n,); indices: int64 (nnz(A),) or None for all."""
-    if known_false(applied):
-        return
-    if indices is None:
-        parameter.copy_(gated(applied, values, parameter))
-    else:
-        parameter.scatter_(0, indices, gated(applied, values, parameter.index_select(0, indices)))

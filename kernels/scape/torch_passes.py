@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.common.torch_common import Flat, decay_, known_false
+from torchtitan_scape.kernels.common.torch_common import Flat, decay_, gated, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from torchtitan_scape.kernels.scape.passes import ScapePasses
@@ -100,6 +100,31 @@ class TorchPasses(ScapePasses):
         used, held = (tensors.bits(mask, tensor) for mask in (step.in_use, step.previous))
         assert used is not None and held is not None
         return reference.unpack_bits(used & ~held, tensors.sizes[tensor])
+
+    def moment_and_step(self, tensor: int, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new moment and the step of a tensor's entries in A, from gh in the payload and m of the last step.
+
+        With the visit rates, the step of newly entered entries is multiplied by their staleness.
+        """
+        step, rates, indices = self.step, self.step.rates[tensor], self.indices(tensor)
+        moment, update = reference.adams(
+            self.payloads[tensor],
+            last,
+            (rates.beta1, rates.beta2),
+            rates.eps,
+            step.clip,
+            step.clip_moment,
+            (1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps),
+        )
+        held = self.bits(step.previous, tensor)
+        if self.stale is not None and indices is not None and held is not None:
+            whole, start, _ = self.slices[tensor]
+            outside = self.tensors.sizes[whole] - self.tensors.nnz(whole, step.in_use.density, self.selection)
+            relative = self.stale.of(self.stale.relative, whole)
+            factor = reference.staleness(indices + start, outside, self.stale.fresh[whole], relative)
+            fresh = reference.entering(indices, held, self.sizes[tensor])
+            update, moment = reference.scaled(update, moment, fresh, factor)
+        return moment, update * rates.lr
 
     def _positions(self, tensor: int) -> Tensor | None:
         bits = self.bits(self.step.in_use, tensor)
@@ -196,32 +221,20 @@ class TorchReplicated(TorchPasses):
         self.begin_update(chunk)
         step = self.step
         for i in self.tensors_of(chunk, "update"):
-            rates, parameter = step.rates[i], self._written(i)
-            stale = self.stale if i < self.sparsified else None
-            reference.update_(
-                None if parameter is None else parameter.flat,
-                self.payloads[i],
-                self.states[i],
-                self._last_moment(i) if self.compact else None,
-                self.indices(i),
-                self.bits(step.previous, i),
-                lr=rates.lr,
-                betas=(rates.beta1, rates.beta2),
-                eps=rates.eps,
-                weight_decay=rates.weight_decay,
-                clip=step.clip,
-                clip_moment=step.clip_moment,
-                bias_corrections=(1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps),
-                applied=step.applied,
-                relative=None if stale is None else stale.of(stale.relative, i),
-            )
-            if parameter is not None:
+            if known_false(step.applied):
+                continue
+            rates, indices = step.rates[i], self.indices(i)
+            moment, update = self.moment_and_step(i, self._last_moment(i))
+            if self.writes:
+                parameter = Flat(self.parameters[i], self.masters[i] if self.masters else None)
+                decay_(parameter.flat, rates.lr * rates.weight_decay, step.applied)
+                update = gated(step.applied, update, torch.zeros_like(update))
+                if indices is None:
+                    parameter.flat.sub_(update)
+                else:
+                    parameter.flat.scatter_(0, indices, parameter.flat.index_select(0, indices).sub_(update))
                 parameter.store()
-
-    def _written(self, tensor: int) -> Flat | None:
-        if not self.writes:
-            return None
-        return Flat(self.parameters[tensor], self.masters[tensor] if self.masters else None)
+            reference.write_(self.states[i], indices, moment, step.applied)
 
     def _last_moment(self, tensor: int) -> Tensor:
         """Return m of the last step on A, from the buffer next to the payload or from the state."""
@@ -272,16 +285,9 @@ class TorchSharded(TorchPasses):
         for i in self.tensors_of(chunk, "update"):
             if not owner.owns(i) or known_false(step.applied):
                 continue
-            payload, rates, indices = self.payloads[i], step.rates[i], self.indices(i)
-            corrections = (1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps)
-            last, _ = self._last_of(i)
-            betas = rates.beta1, rates.beta2
-            moment, update = reference.adams(payload, last, betas, rates.eps, step.clip, step.clip_moment, corrections)
-            held = self.bits(step.previous, i)
-            if self.stale is not None and indices is not None and held is not None:
-                fresh = reference.entering(indices, held, self.sizes[i])
-                update, moment = reference.scaled(update, moment, fresh, self._staleness(i, indices, self.stale))
-            values = self._decayed(i, indices).sub_(update * rates.lr)
+            payload, indices = self.payloads[i], self.indices(i)
+            moment, update = self.moment_and_step(i, self._last_of(i)[0])
+            values = self._decayed(i, indices).sub_(update)
             if owner.scaled:
                 reference.write_(self.masters[i], indices, values, step.applied)
             reference.write_(owner.share_of(owner.common, i), indices, moment, step.applied)
@@ -319,9 +325,3 @@ class TorchSharded(TorchPasses):
         values = parameter.clone() if indices is None else parameter.index_select(0, indices)
         decay_(values, rate, step.applied)
         return values
-
-    def _staleness(self, piece: int, indices: Tensor, visits: VisitRates) -> Tensor:
-        own, tensors = self.owner.ownership.sparse[piece], self.tensors
-        outside = tensors.sizes[own.tensor] - tensors.nnz(own.tensor, self.step.in_use.density, self.selection)
-        fresh = self.entering(own.tensor).sum()
-        return reference.staleness(indices + own.start, outside, fresh, visits.of(visits.relative, own.tensor))
