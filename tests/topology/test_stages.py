@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tests.pool import Pool
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.topology import process_groups, stages
-from torchtitan_scape.topology.codecs import Bfloat16, Codec
+from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import build_groups
@@ -30,7 +30,6 @@ SHAPES = {"flat": (4, False), "one": (1, True), "pairs": (4, True), "nodes": (2,
 LEVEL_SIZES = {"flat": (4,), "one": (4,), "pairs": (2, 2), "nodes": (2, 2)}
 CODECS: dict[str, Codec | None] = {
     "float32": None,
-    "bfloat16": Bfloat16(),
     **{name: BlockCode(name, 32) for name in ("int8", "int4", "2bit")},
 }
 
@@ -201,7 +200,6 @@ def check_exchange(results: list[dict[str, Any]], name: str, sizes: tuple[int, .
             found = [r["errors"][i] if back else r["scatter_error"] for r in results] if i != 2 else lost
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, lost, strict=True))
             total -= sum(error.double() for error in found)
-            assert name != "bfloat16" or not back or torch.equal(mean, mean.bfloat16().float())
         torch.testing.assert_close(mean.double(), total / world, rtol=0, atol=1e-6)
 
 
@@ -237,9 +235,9 @@ def check_bytes(results: list[dict[str, Any]]) -> None:
 
 
 def bytes_of(name: str, entries: int) -> int:
-    """Return the bytes of a message: FP32, BF16, or codes with one or two BF16 scales per 32 entries, padded to 16."""
-    if name in ("float32", "bfloat16"):
-        return entries * (4 if name == "float32" else 2)
+    """Return the bytes of a message: FP32, or codes with one or two BF16 scales per 32 entries, padded to 16."""
+    if name == "float32":
+        return 4 * entries
     size = entries * {"int8": 8, "int4": 4, "2bit": 2}[name] // 8 + entries // 32 * (4 if name == "2bit" else 2)
     return -(-size // 16) * 16
 
@@ -310,7 +308,7 @@ def test_simulated_replicas_equal_one_level(name: str) -> None:
 def test_incomplete_blocks_are_refused() -> None:
     """The caller pads tensors; blocks are never divided between messages."""
     ours, codec = DryRunCollectives(replicas=4), CODECS["int4"]
-    assert ours.size_multiple(codec) == 128 and ours.size_multiple(Bfloat16()) == 32 and ours.size_multiple() == 4
+    assert ours.size_multiple(codec) == 128 and ours.size_multiple() == 4
     for exchange_ in (ours.all_reduce, ours.reduce_scatter):
         exchange_(torch.zeros(256), codec=codec)
         with pytest.raises(AssertionError):
