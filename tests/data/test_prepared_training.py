@@ -108,7 +108,7 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     one._optimizers = SimpleNamespace(guard=guard)
     steps = [1, 2, 3, 4]
     one._complete_steps = lambda: steps
-    monkeypatch.setattr("torchtitan_scape.trainer.checkpointer.steps_in", lambda folder: steps)
+    monkeypatch.setattr("torchtitan_scape.checkpoint.storage.steps_in", lambda folder: steps)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     one._purge_stale_checkpoints()
     assert deleted == [], "nothing is deleted while steps are skipped"
