@@ -245,7 +245,7 @@ class Cluster:
     ) -> None:
         """Run `arguments` ("-m", a module, its arguments) on all ranks. Raises RunError with a one-line reason."""
         command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nnodes={self.nodes}"]
-        command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=fixed"]
+        command += [f"--nproc_per_node={ranks_per_node}", "--rdzv_backend=launchers"]
         command += [f"--rdzv_endpoint={self.addresses[0]}:{PORT}", "--local-ranks-filter=0", "--tee=3", *arguments]
         path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(env or {})}

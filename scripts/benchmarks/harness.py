@@ -102,7 +102,7 @@ def measure_in_ranks(module: str, ranks: int, folder: str, request: Mapping[str,
         RunError: A rank failed; the message has the end of the log.
     """
     command = [sys.executable, "-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv_backend=fixed", "--rdzv_endpoint=localhost:0", "-m", module]
+    command += ["--rdzv_backend=launchers", "--rdzv_endpoint=localhost:0", "-m", module]
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     environment[REQUEST] = json.dumps({**request, "folder": folder})
     log = Path(folder, "log")

@@ -41,7 +41,7 @@ def process_command(spec: RunSpec, out: Path) -> list[str]:
     if spec.of.launcher == "simulated":
         variables = [f"{name}={value}" for name, value in ALONE.items()]
         return ["env", *variables, sys.executable, "-m", program_of(spec), *arguments]
-    launcher = ["-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={spec.size}", "--rdzv_backend=fixed"]
+    launcher = ["-m", "torchtitan_scape.runtime.launch", f"--nproc_per_node={spec.size}", "--rdzv_backend=launchers"]
     return [sys.executable, *launcher, "--rdzv_endpoint=localhost:0", "-m", "torchtitan_scape.train", *arguments]
 
 
