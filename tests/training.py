@@ -44,14 +44,14 @@ METHODS = {
     # k = round(0.0125 * 1000) is 12 in float64 and 13 if the density comes back rounded to FP32.
     "scape-odd": ["--sync.scape.density=0.0125", "--sync.scape.block_size=1000", "--sync.scape.code=int4"],
     "scape-int4": ["--sync.scape.density=0.1", "--sync.scape.code=int4", "--sync.scape.chunk_bytes=20000"],
-    "scape-bf16": [
+    "scape-int8": [
         "--sync.scape.density=0.1",
         "--sync.scape.code=int8",
         "--sync.scape.chunk_bytes=100000",
     ],
     "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.update=sharded"],
-    "scape-gather-int4": [
+    "scape-gather-2bit": [
         "--sync.scape.density=0.1",
         "--sync.scape.update=sharded",
         "--sync.scape.code=2bit",

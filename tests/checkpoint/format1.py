@@ -55,10 +55,8 @@ ONE_RANK = {
     "sparta-6": _SPARTA_6,  # the owner of a slice keeps its error
     "sparta-6-mean": [*_SPARTA_6, _MEAN],
 }
-_SHARDED = ("scape-gather", "scape-gather-int4", "scape-gather-bf16")
 TWO_RANKS = {
-    **{name: [*METHODS[name], *LAYOUTS["1x2"]] for name in (*_SHARDED, "scape-offload")},
-    **{f"{name}-mean": [*METHODS[name], *LAYOUTS["1x2"], _MEAN] for name in _SHARDED[1:]},
+    **{name: [*METHODS[name], *LAYOUTS["1x2"]] for name in ("scape-gather", "scape-offload")},
     "scape-2x1": [*METHODS["scape"], *LAYOUTS["2x1"]],
     "scape-2x1-mean": [*METHODS["scape"], *LAYOUTS["2x1"], _MEAN],
     "shard-tagc": [*METHODS["adamw"], *LAYOUTS["2x1"], *_SHARD_TAGC],

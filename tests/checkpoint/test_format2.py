@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 _INT8 = ["--sharding.weights_code=int8", "--sharding.gradients_code=int8"]
 TRAINERS = {
-    "scape": [*METHODS["scape-gather-int4"], *LAYOUTS["1x2"]],
+    "scape": [*METHODS["scape-gather-2bit"], *LAYOUTS["1x2"]],
     "demo": [*METHODS["demo"], *LAYOUTS["1x2"]],
     "sharding": [*METHODS["adamw"], *LAYOUTS["2x1"], *_INT8],
 }

@@ -130,8 +130,8 @@ def first_half(
         slow("2x2", "1x2", "scape", "scape"),  # shards alone
         slow("tensor", "2x1", "scape", "scape-gather"),
         slow("nodes", "1x2", "scape-int4", "scape-gather"),
-        slow("1x2", "4x1", "scape-gather", "scape-bf16"),
-        slow("1x2", "4x1", "scape-int4", "scape-gather-int4"),
+        slow("1x2", "4x1", "scape-gather", "scape-int8"),
+        slow("1x2", "4x1", "scape-int4", "scape-gather-2bit"),
         slow("1x2", "2x1", "scape-gather-bf16", "scape"),
         slow("2x1", "1x2", "scape", "scape-gather-bf16"),
         ("3 alone", "1x2", "scape", "adams"),
@@ -228,7 +228,7 @@ def test_residuals_saved_as_a_mean_or_dropped(method: str, residual: str, pool2:
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 
 
-@pytest.mark.parametrize("method", ["scape", *map(slow, ("sparta", "scape-int4", "scape-gather-int4"))])
+@pytest.mark.parametrize("method", ["scape", *map(slow, ("sparta", "scape-int4", "scape-gather-2bit"))])
 def test_the_last_step_can_be_dense(method: str, pool2: Pool, tmp_path: Path) -> None:
     """No residual remains, even if that step is skipped, and replicas are equal; otherwise the norm is logged."""
     arguments = [*METHODS[method], *LAYOUTS["1x2"], "--training.steps=5"]

@@ -197,7 +197,7 @@ def test_fuzz_a_command_line(recipe: Path, arguments: list[str]) -> None:
             ["--metrics.enable_tensorboard=False"],
             "enable_tensorboard takes no value; .* --metrics.no-enable_tensorboard",
         ),
-        (["--optimizer.lr=nan"], r"command line: \[optimizer\] lr = nan; it must be finite"),
+        (["--optimizer.lr=nan"], r"\[optimizer\] lr = nan; it must be finite"),
         (["--optimizer.beta2=1"], r"\[optimizer\] beta2 = 1.0; it must be 0 or more, and less than 1"),
         (["--comm.init_timeout_seconds=0"], r"\[comm\] init_timeout_seconds = 0; it must be 1 or more"),
         (["--debug.seed=99999999999999999999"], r"\[debug\] seed = 99999999999999999999; it is beyond 64 bits"),

@@ -171,7 +171,7 @@ def test_recorded_figures_equal_the_tensors(pool1: Pool, tmp_path: Path) -> None
         [*METHODS["adamw"], *on(2, 4)],
         [*METHODS["scape"], *on(2, 2)],
         [*METHODS["scape-offload"], *LAYOUTS["2x2"]],
-        [*METHODS["scape-gather-int4"], *LAYOUTS["nodes"]],
+        [*METHODS["scape-gather-2bit"], *LAYOUTS["nodes"]],
         [*METHODS["quantized"], *LAYOUTS["2x2"]],
         [*METHODS["diloco"], *LAYOUTS["2x2"]],
         # Four shards with three simulated replicas.

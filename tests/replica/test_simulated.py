@@ -28,7 +28,7 @@ def summary(folder: Path) -> dict[str, Any]:
     [
         slow("adams", []),
         ("scape", ["--training.local_batch_size=1", "--training.global_batch_size=4"]),
-        slow("scape-bf16", []),
+        slow("scape-int8", []),
         slow("topk", []),
         slow("powersgd", []),
         slow("radius-adams", []),
@@ -83,7 +83,7 @@ def test_resuming_equals_the_uninterrupted_run(pool1: Pool, tmp_path: Path) -> N
     """Bitwise, with two micro-batches per replica."""
     keep = ["--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.no-last-save-model-only"]
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
-    arguments = [*METHODS["scape-bf16"], *ALONE, *keep, *batch, "--training.steps=8"]
+    arguments = [*METHODS["scape-int8"], *ALONE, *keep, *batch, "--training.steps=8"]
     (whole,) = pool1(train, str(tmp_path / "whole"), [*arguments, simulate(2)])
     step = Path("checkpoint", "step-4")
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)

@@ -52,7 +52,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     "method, layout",
     [
         ("adams", "2x1"),
-        ("scape-bf16", "1x2"),
+        ("scape-int8", "1x2"),
         ("scape-gather", "1x2"),
         ("scape-gather-bf16", "1x2"),
         ("scape-offload", "1x2"),
