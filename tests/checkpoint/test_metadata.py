@@ -30,11 +30,14 @@ def test_renamed_options_are_not_a_difference() -> None:
 def test_removed_options_are_a_difference_unless_they_had_the_present_value() -> None:
     present = {"dense_names": [], "max_staleness": 1000, "keep_moment": None, "update_code": "float32"}
     assert compare({}, {"format": FORMAT, **present}) == (True, {})
-    both = {"weights_dtype": "bfloat16"}
+    sharded = {"update": "sharded"}
+    both = {"weights_dtype": "bfloat16", **sharded}
     assert compare(both, {"format": 2, "values": "bfloat16", **both}) == (True, {})
     assert compare(both, {"format": 2, "values": "float32", **both}) == (False, {"values": "'float32' -> removed"})
     for key, value in {"dense_names": ["w"], "keep_moment": 1.0, "update_code": "int4"}.items():
-        assert compare({}, {"format": FORMAT, key: value}) == (False, {key: f"{value!r} -> removed"})
+        assert compare(sharded, {"format": FORMAT, key: value, **sharded}) == (False, {key: f"{value!r} -> removed"})
+    replicated = {"weights_dtype": "bfloat16", "update": "replicated"}  # sends no values
+    assert compare(replicated, {"format": 2, "values": "float32", **replicated}) == (True, {})
 
 
 def test_renamed_options_of_the_shard_axis_are_not_a_difference() -> None:

@@ -62,9 +62,15 @@ def with_present_keys(values: dict[str, Any], section: str = "") -> dict[str, An
         values: by key, nested sections as dictionaries; by "section.key" if `section` is empty.
     """
     present, prefix = {}, f"{section}." if section else ""
-    weights = values.get("sync.scape.weights_dtype".removeprefix(prefix), "float32")
+    weights, update, former_update = (
+        values.get(f"sync.scape.{key}".removeprefix(prefix)) for key in ("weights_dtype", "update", "parameters")
+    )
+    sends_values = update == "sharded" or former_update == "gather"
     for key, value in values.items():
-        only = weights if REMOVED_KEYS.get(prefix + key) is _UPDATE_CODE else _ONLY_VALUES.get(prefix + key)
+        if REMOVED_KEYS.get(prefix + key) is _UPDATE_CODE:
+            only = weights or "float32" if sends_values else value
+        else:
+            only = _ONLY_VALUES.get(prefix + key)
         if only is not None and value in (only, None):
             continue
         nested = with_present_keys(value, prefix + key) if isinstance(value, dict) else value
