@@ -156,6 +156,8 @@ class SimulatedReplicas:
         self._rendezvous = _Rendezvous(replicas)
         # Threads that live as long as this object: libraries such as cuBLAS keep handles and memory for every thread.
         self._threads = [ThreadPoolExecutor(1) for _ in range(replicas - 1)]
+        for thread in self._threads:
+            thread.submit(int)  # starts it, so that a limit on threads is reached before replicas wait for each other
         self.endpoints = [InProcessCollectives(self._rendezvous, i, groups) for i in range(replicas)]
         self.all = DryRunCollectives(groups, replicas)
         self.all.ledger = self.endpoints[0].ledger

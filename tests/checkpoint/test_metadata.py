@@ -33,7 +33,8 @@ def test_removed_options_are_a_difference_unless_they_had_the_present_value() ->
     sharded = {"update": "sharded"}
     both = {"weights_dtype": "bfloat16", **sharded}
     assert compare(both, {"format": 2, "values": "bfloat16", **both}) == (True, {})
-    assert compare(both, {"format": 2, "values": "float32", **both}) == (False, {"values": "'float32' -> removed"})
+    assert compare(both, {"format": 2, "values": "float32", **both}) == (True, {})
+    assert compare(both, {"format": 2, "values": "int4", **both}) == (False, {"values": "'int4' -> removed"})
     for key, value in {"dense_names": ["w"], "keep_moment": 1.0, "update_code": "int4"}.items():
         assert compare(sharded, {"format": FORMAT, key: value, **sharded}) == (False, {key: f"{value!r} -> removed"})
     replicated = {"weights_dtype": "bfloat16", "update": "replicated"}  # sends no values
@@ -43,6 +44,7 @@ def test_removed_options_are_a_difference_unless_they_had_the_present_value() ->
 def test_renamed_options_of_the_shard_axis_are_not_a_difference() -> None:
     here = asdict(ShardingOptions(weights_code="int8", levels=LevelsOptions(sum_code="int8")))
     saved = {key.removesuffix("_code"): value for key, value in here.items()}
+    saved |= {"weights_block": 256, "gradients_block": 128, "hadamard": True, "hops": "auto"}  # removed options
     saved["levels"] = {key.removesuffix("_code"): value for key, value in here["levels"].items()}
     saved["tagc"] = here["tagc"] | {"codec": "packed", "index": "auto"}
     del saved["tagc"]["code"], saved["tagc"]["index_code"]

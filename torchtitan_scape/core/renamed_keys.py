@@ -46,6 +46,10 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.max_staleness": 1000,
     "sync.scape.max_wait": 1000,
     "sync.scape.keep_moment": 0.5,
+    "sharding.weights_block": 256,
+    "sharding.gradients_block": 128,
+    "sharding.hadamard": True,
+    "sharding.hops": "auto",
 }
 
 
@@ -68,10 +72,11 @@ def with_present_keys(values: dict[str, Any], section: str = "") -> dict[str, An
     sends_values = update == "sharded" or former_update == "gather"
     for key, value in values.items():
         if REMOVED_KEYS.get(prefix + key) is _UPDATE_CODE:
-            only = weights or "float32" if sends_values else value
+            # Values in FP32 are rounded to the weights by the receiver, those in BF16 by the sender.
+            is_present = not sends_values or value in ("float32", weights, None)
         else:
-            only = _ONLY_VALUES.get(prefix + key)
-        if only is not None and value in (only, None):
+            is_present = prefix + key in _ONLY_VALUES and value in (_ONLY_VALUES[prefix + key], None)
+        if is_present:
             continue
         nested = with_present_keys(value, prefix + key) if isinstance(value, dict) else value
         present[present_key(prefix + key).removeprefix(prefix)] = nested

@@ -66,7 +66,7 @@ class ResidualStore:
         for group in self._groups:
             group.residual.zero_()
         if record is not None and not record["by_parameter"]:
-            if not self._groups or record["row_layout"] != self._row_layout():
+            if record["row_layout"] != self._row_layout():
                 reason = "has another shard degree, or compresses other layers"
                 raise ValueError(
                     "the checkpoint contains per-rank residuals of the shard axis (checkpoint.residual = 'exact'), but "
@@ -74,7 +74,8 @@ class ResidualStore:
                     "the configuration that saved it, and save with checkpoint.residual = 'mean', which any run can "
                     "load"
                 )
-            assert reader.fill_of_this_shard([self._exact()])
+            is_filled = not self._groups or reader.fill_of_this_shard([self._exact()])
+            assert is_filled
             return []
         rows = {name: one for group in self._groups for name, one in group.slices().items()}
         return [self._by_parameter(rows, shards)] if self._groups else []

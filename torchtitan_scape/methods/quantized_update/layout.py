@@ -3,8 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from torchtitan_scape.topology.partition import Slice, entries_of_chunk
 
@@ -13,17 +13,25 @@ _PARTS = 4  # of a row: a tensor with fewer entries than one of them is not divi
 Row = list[Slice]  # the slices of a replica, in order; `at` is a position in its row
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Column:
     """The part of the exchange that one collective moves: `width` entries of the row of every owner.
 
     Attributes:
         owners: The replicas whose rows reach into the column, in order.
-        slices: The parts of tensors in it, by owner; `at` is a position in the column, the rest is padding.
+        rows: Their rows.
+        first: The position in a row at which the column begins.
     """
 
     width: int
     owners: tuple[int, ...]
-    slices: tuple[tuple[Slice, ...], ...]
+    rows: tuple[Row, ...]
+    first: int
+
+    @cached_property
+    def slices(self) -> tuple[tuple[Slice, ...], ...]:
+        """The parts of tensors in it, by owner; `at` is a position in the column, the rest is padding."""
+        return tuple(tuple(_within(row, self.first, self.first + self.width)) for row in self.rows)
 
     def tensors(self) -> frozenset[int]:
         """Return the numbers of the tensors in it."""
@@ -185,10 +193,11 @@ def _columns(rows: Sequence[Row], ends: Sequence[int], limit: int, block: int) -
     columns = []
     for begin, end in pairwise(sorted({0, *ends})):
         owners = tuple(i for i, last in enumerate(ends) if last > begin)
+        rows_of_owners = tuple(rows[i] for i in owners)
         width = max(1, limit // (len(owners) * block)) * block
         for first in range(begin, end, width):
             last = min(first + width, end)
-            columns.append(Column(last - first, owners, tuple(tuple(_within(rows[i], first, last)) for i in owners)))
+            columns.append(Column(last - first, owners, rows_of_owners, first))
     return columns
 
 
