@@ -64,11 +64,11 @@ class ConcatSource:
             yield i, slice(max(0, first - begin), first + length - begin)
 
     def _parts(self, first: int, length: int) -> list[Tensor]:
-        found = []
+        pieces = []
         for i, part in self.slices(first, length):
             whole = self._tensors[i]
-            found.append(whole if part.start == 0 and part.stop >= whole.numel() else whole[part])  # no needless view
-        return found
+            pieces.append(whole if part.start == 0 and part.stop >= whole.numel() else whole[part])  # no needless view
+        return pieces
 
 
 class AddingSource(ConcatSource):

@@ -480,13 +480,13 @@ class ReplicaCollectives(ABC):
         layout = self.groups.layout
         if layout is None or layout.pipeline == 1 or self.is_fake:
             return [item], 0
-        rank, found = dist.get_rank(), dict[int, Any]()
+        rank, by_stage = dist.get_rank(), dict[int, Any]()
         own = layout.coordinates(rank)
         for other, value in gather_lists(self.groups.model, [(rank, item)]):
             place = layout.coordinates(other)
             if place | {"pipeline": own["pipeline"]} == own:
-                found[place["pipeline"]] = value
-        return [found[stage] for stage in range(layout.pipeline)], own["pipeline"]
+                by_stage[place["pipeline"]] = value
+        return [by_stage[stage] for stage in range(layout.pipeline)], own["pipeline"]
 
     def _minimum_over_model(self, values: Tensor) -> Tensor:
         """Return the smallest of each entry over the ranks of this replica, FP32, not `values` itself. Not counted."""

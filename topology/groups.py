@@ -246,12 +246,12 @@ def _shard_levels(layout: Layout, hops: int, timeout: timedelta) -> tuple[RankGr
         by_node = [layout.by_node(group) for group in every]
         across = tuple(ranks for nodes in by_node for ranks in zip(*nodes, strict=True))
         stages = [tuple(ranks for nodes in by_node for ranks in nodes), across]
-    found = []
+    levels = []
     for stage in stages:
         group, own = _own_group(stage, timeout), _own_ranks(stage)
         if len(own) > 1:
-            found.append(RankGroup.of(own, dist.get_rank(), layout, group))
-    return tuple(found)
+            levels.append(RankGroup.of(own, dist.get_rank(), layout, group))
+    return tuple(levels)
 
 
 def _pg_options(timeout: timedelta) -> Any:

@@ -45,10 +45,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of a rank on every mesh axis, outermost axis first."""
-        found = {}
+        indices = {}
         for axis in reversed(_AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return {axis: found[axis] for axis in _AXES}
+            rank, indices[axis] = divmod(rank, getattr(self, axis))
+        return {axis: indices[axis] for axis in _AXES}
 
     def node(self, rank: int) -> int:
         """Return the index of the node of a rank."""
@@ -65,7 +65,7 @@ class Layout:
             by_shard.setdefault(tuple(coordinates.values()), []).append(rank)
             by_replica.setdefault(replica, []).append(rank)
             by_stage.setdefault((coordinates["pipeline"], replica, coordinates["tensor"]), []).append(rank)
-        return tuple(tuple(sorted(map(tuple, found.values()))) for found in (by_shard, by_replica, by_stage))
+        return tuple(tuple(sorted(map(tuple, groups.values()))) for groups in (by_shard, by_replica, by_stage))
 
     def replicate_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that hold the same parameters, each in replica order."""

@@ -82,12 +82,12 @@ class Links:
 
 def with_measured_links(machine: Machine, links: Links) -> Machine:
     """Return the machine with measured links. Levels that were not measured keep the numbers of the preset."""
-    found = []
+    levels = []
     for level in machine.levels:
         if measured := links.levels.get(level.name):
             level = replace(level, bandwidth=measured.bandwidth / 1e9, latency=measured.latency * 1e6)
-        found.append(level)
-    return replace(machine, levels=tuple(found), measured=links.source)
+        levels.append(level)
+    return replace(machine, levels=tuple(levels), measured=links.source)
 
 
 def stage_seconds(stages: Iterable[Stage], links: Links) -> tuple[float, float]:

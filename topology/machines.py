@@ -103,12 +103,12 @@ def get_machine(name: str) -> Machine:
 
 def memory_warning(machine: Machine, device: str, memory: float) -> str:
     """Return a warning if a device, with so many bytes of memory, is not that of the machine; "" otherwise."""
-    found, expected = memory / 1e9, machine.device.memory
-    if abs(found - expected) <= MEMORY_TOLERANCE * expected:
+    gigabytes, expected = memory / 1e9, machine.device.memory
+    if abs(gigabytes - expected) <= MEMORY_TOLERANCE * expected:
         return ""
     return (
         f'[topology] machine = "{machine.name}" has {machine.device.name} with {expected:.1f} GB of memory, and this '
-        f"{device} has {found:.1f} GB: predictions for {machine.name} do not hold here; set another machine, or "
+        f"{device} has {gigabytes:.1f} GB: predictions for {machine.name} do not hold here; set another machine, or "
         '"auto"'
     )
 

@@ -13,12 +13,12 @@ def partners(size: int, draw: int) -> list[int | None]:
         size: Number of ranks.
         draw: Number of the draw; the same number gives the same pairs on every machine.
     """
-    found: list[int | None] = [None] * size
+    partner_of: list[int | None] = [None] * size
     ranks = [rank for rank in range(size) if size % 2 == 0 or rank != draw % size]
     ranks.sort(key=lambda rank: sha256(f"{draw} {rank}".encode()).digest())
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
-        found[first], found[second] = second, first
-    return found
+        partner_of[first], partner_of[second] = second, first
+    return partner_of
 
 
 def paired_share(size: int) -> float:

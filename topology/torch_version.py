@@ -17,9 +17,9 @@ OLDEST, NEWEST = (2, 10), (2, 14)  # Releases in use without a warning; scripts/
 
 def release_of(version: str) -> tuple[int, int]:
     """Return major and minor number of a version. Builds of containers, such as 2.10.0a0+nv, count as the release."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    assert found is not None, version
-    return int(found[1]), int(found[2])
+    match = re.match(r"(\d+)\.(\d+)", version)
+    assert match is not None, version
+    return int(match[1]), int(match[2])
 
 
 def too_old(version: str) -> str:

@@ -113,7 +113,7 @@ class AddressTable:
         self.values = torch.zeros(lists, tensors, dtype=torch.int64, device=device)
         self._last_upload = _LastUpload(self.values.device)
         self._last_upload.record()
-        self._found: list[list[tuple[int, torch.dtype | None]]] = [[(0, None)] * tensors for _ in range(lists)]
+        self._pointers: list[list[tuple[int, torch.dtype | None]]] = [[(0, None)] * tensors for _ in range(lists)]
         self._has = [False] * lists
         self.kinds: tuple[tuple[bool, tuple[torch.dtype | None, ...]], ...] = ()
 
@@ -124,19 +124,19 @@ class AddressTable:
         """
         self._last_upload.wait()
         firsts = firsts or [0] * len(tensors)
-        found = [
+        pointers = [
             (0, None) if t is None else (t.data_ptr() - first * t.itemsize, t.dtype)
             for t, first in zip(tensors, firsts, strict=True)
         ]
-        if found == self._found[number]:
+        if pointers == self._pointers[number]:
             return
-        self._found[number], self._has[number] = found, any(dtype is not None for _, dtype in found)
-        on_host = torch.tensor([address for address, _ in found], dtype=torch.int64, device="cpu")
+        self._pointers[number], self._has[number] = pointers, any(dtype is not None for _, dtype in pointers)
+        on_host = torch.tensor([address for address, _ in pointers], dtype=torch.int64, device="cpu")
         self.values[number].copy_(to_device(on_host, self.values.device))
         self._last_upload.record()
         self.kinds = tuple(
             (not any(address % 16 for address, _ in column), tuple(dtype for _, dtype in column))
-            for column in zip(*self._found, strict=True)
+            for column in zip(*self._pointers, strict=True)
         )
 
     def has(self, number: int) -> bool:

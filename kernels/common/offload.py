@@ -116,14 +116,14 @@ class TripleBuffer:
         """Split ranges of tensors where a group ends."""
         key = tuple(parts)
         if key not in self._sequences:
-            found: list[TensorRange] = []
+            pieces: list[TensorRange] = []
             for first, end in key:
                 start = first
                 for tensor in range(first + 1, end + 1):
                     if tensor == end or self._group[tensor] != self._group[start]:
-                        found.append((start, tensor))
+                        pieces.append((start, tensor))
                         start = tensor
-            self._sequences[key] = found
+            self._sequences[key] = pieces
         return self._sequences[key]
 
     def acquire(self, tensors: TensorRange, following: TensorRange | None) -> None:

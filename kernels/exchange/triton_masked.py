@@ -153,8 +153,8 @@ class MaskedTensors:
         """Return the tiles of the tensors in payload entries [first, end), every time the same object."""
         if (first, end) not in self._tiles_with:
             bounds = zip([0, *self.ends], self.ends, self.tiles.whole(), strict=False)
-            found = [tiles for start, stop, tiles in bounds if start < end and stop > first]
-            self._tiles_with[first, end] = tuple(found)
+            ranges = [tiles for start, stop, tiles in bounds if start < end and stop > first]
+            self._tiles_with[first, end] = tuple(ranges)
         return self._tiles_with[first, end]
 
 

@@ -250,7 +250,7 @@ class BlockExchange:
         return self._latest
 
     def _build(self, kinds: Sequence[tuple[bool, tuple[torch.dtype | None, ...]]]) -> list[_Launch]:
-        found: dict[Any, list[Tensor]] = {}
+        tiles_by_kind: dict[Any, list[Tensor]] = {}
         entries: dict[Any, list[int]] = {}
         block = self.code.block_size
         for number, (each, (is_aligned, dtypes)) in enumerate(zip(self.slices, kinds, strict=True)):
@@ -262,14 +262,14 @@ class BlockExchange:
                     rows = torch.arange(begin, stop, self._rows, dtype=torch.int32, device="cpu")
                     left = (stop - rows).clamp(max=self._rows)
                     tiles = torch.stack((torch.full_like(rows, number), rows, rows + each.start, left), 1)
-                    found.setdefault(kind, []).append(tiles)
+                    tiles_by_kind.setdefault(kind, []).append(tiles)
                     counts, length = entries.setdefault(kind, [0, 0]), min(stop * block, each.length) - begin * block
                     counts[0] += length
                     counts[1] += length if dtypes[STEP] is not None else 0
                     begin = stop
         return [
             _Launch(to_device(torch.cat(parts), self._slices.device), *kind, *entries[kind])
-            for kind, parts in found.items()
+            for kind, parts in tiles_by_kind.items()
         ]
 
     def _tables(self, each: _Launch, tensors: AddressTable) -> tuple[Any, ...]:

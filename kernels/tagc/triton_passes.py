@@ -107,24 +107,24 @@ def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
     _by_rows(triton_kernels.fold_kernel, sketch, x, own, sketch.members, out)
 
 
-def peel(state: Tensor, cells: Tensor | None, found: Tensor | None, sketch: Sketch) -> None:
+def peel(state: Tensor, cells: Tensor | None, values: Tensor | None, sketch: Sketch) -> None:
     """Peel as `reference.peel`, always with the maximum number of rounds, because the host does not see the states."""
-    assert all(each is None or each.is_contiguous() for each in (cells, found))
+    assert all(each is None or each.is_contiguous() for each in (cells, values))
     counts = torch.empty(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
     _by_rows(triton_kernels.count_kernel, sketch, state, sketch.members, counts)
     # Without values `counts` is a placeholder for these arguments.
-    cells, found, has_values = (counts, counts, False) if cells is None or found is None else (cells, found, True)
+    cells, values, has_values = (counts, counts, False) if cells is None or values is None else (cells, values, True)
     blocks = len(state)
     for _ in range(ROUNDS):
         launching.launch(
             triton_kernels.find_kernel,
             (blocks,),
-            *(state, sketch.block_rows, sketch.signs, counts, cells, found, blocks),
+            *(state, sketch.block_rows, sketch.signs, counts, cells, values, blocks),
             warps=_ROW_WARPS,
             BLOCK=BLOCK,
             VALUES=has_values,
         )
-        _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, found, VALUES=has_values)
+        _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, values, VALUES=has_values)
 
 
 solvable, unfold = partial(reference.solvable, peel=peel), partial(reference.unfold, peel=peel)

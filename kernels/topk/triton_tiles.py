@@ -125,17 +125,17 @@ class TiledTensors:
         device, is_aligned = next(iter(lists.values()))[0].device, True
         if self._table is None:
             self._table = to_device(self._rows(), device)
-        found = [self._table]
+        arguments = [self._table]
         for name, tensors in lists.items():
             if name not in self._addresses:
                 self._addresses[name] = DeviceTable(len(tensors), 1, torch.int64, device)
-            found.append(self._addresses[name].set(addresses(tensors)))
+            arguments.append(self._addresses[name].set(addresses(tensors)))
             is_aligned = is_aligned and aligned(*tensors)
         if (entries, is_aligned) not in self._forms:
             self._forms[entries, is_aligned] = [
                 self._form(numbers, entries, is_aligned, device) for numbers in self._numbers.values()
             ]
-        return [(form, (form.programs, *found)) for form in self._forms[entries, is_aligned]]
+        return [(form, (form.programs, *arguments)) for form in self._forms[entries, is_aligned]]
 
     def _rows(self) -> Tensor:
         layout, rows = self.layout, []

@@ -322,14 +322,14 @@ class Method(ABC):
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         """Return the tensors that must be bitwise equal on all replicas, after `finish_previous_step`."""
         shared = [state for state in self.states() if not state.per_replica]
-        found = []
+        tensors = []
         for shard in self.context.shards:
             parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
             state = self.context.optimizer.state.get(shard.parameter, {})  # `[]` would insert an empty state
             parts += ((key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor))
             parts += ((s.kind, s.tensors[shard.name]) for s in shared if shard.name in s.tensors)
-            found.append(ReplicatedTensors(shard.name, parts))
-        return found
+            tensors.append(ReplicatedTensors(shard.name, parts))
+        return tensors
 
     # -------------------------------------------------------------------------------------------- reports
 

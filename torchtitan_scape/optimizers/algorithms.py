@@ -29,10 +29,10 @@ def _step_of(kind: type[Optimizer]) -> list[Any]:
 def difference_from_adamw(optimizer: Optimizer) -> str:
     """Return the settings by which the step of an Adam differs from that of AdamW; "" if there are none."""
     groups = optimizer.param_groups
-    found = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
+    settings = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
     if any(group.get("weight_decay") and not group.get("decoupled_weight_decay", True) for group in groups):
-        found.append("L2 weight decay")
-    return " and ".join(found)
+        settings.append("L2 weight decay")
+    return " and ".join(settings)
 
 
 def has_decoupled_decay(class_name: str, group: dict[str, Any]) -> bool | None:

@@ -124,7 +124,7 @@ def make_request(
     Raises:
         ValueError: A name is unknown or a value out of range.
     """
-    found, workload = get_machine(machine), get_workload(model) if isinstance(model, str) else model
+    preset, workload = get_machine(machine), get_workload(model) if isinstance(model, str) else model
     assumptions = assumptions or Assumptions()
     if nodes < 1:
         raise ValueError(f"{nodes} nodes; there must be 1 or more")
@@ -137,18 +137,18 @@ def make_request(
         raise ValueError(f"an MFU of {assumptions.mfu}; it must be in (0, 1], such as 0.4")
     if sequence:
         workload = replace(workload, sequence=sequence)
-    ranks_per_node = ranks_per_node or found.ranks_per_node or 1
+    ranks_per_node = ranks_per_node or preset.ranks_per_node or 1
     ranks = nodes * ranks_per_node
     if batch and batch % ranks:
         raise ValueError(
             f"a global batch of {batch} sequences cannot be divided over {ranks} ranks; "
             f"take {_whole_batch(batch, ranks)}"
         )
-    links = links or Links.from_machine(found)
+    links = links or Links.from_machine(preset)
     if network_bandwidth:
         links = links.with_bandwidth("network", network_bandwidth * 1e9)
     batch = batch or _whole_batch(workload.batch, ranks)
-    return PlanRequest(workload, found, nodes, ranks_per_node, links, batch, assumptions)
+    return PlanRequest(workload, preset, nodes, ranks_per_node, links, batch, assumptions)
 
 
 def _whole_batch(batch: int, ranks: int) -> int:
@@ -160,15 +160,15 @@ def _whole_batch(batch: int, ranks: int) -> int:
 
 def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
     """Return every run on every shard degree within a node, with the largest micro-batch that fits, 1 if none does."""
-    found = []
+    choices = []
     for shard in SHARDS:
         if case.ranks_per_node % shard:
             continue
         layout = plan_layout(
             case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
         )
-        found += [of_largest_micro_batch(case, layout, partial(_predict, case, layout, method)) for method in methods]
-    return found
+        choices += [of_largest_micro_batch(case, layout, partial(_predict, case, layout, method)) for method in methods]
+    return choices
 
 
 def of_largest_micro_batch(case: PlanRequest, layout: Layout, predicted: Callable[[int], Prediction]) -> Candidate:
@@ -194,16 +194,16 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
     Raises:
         ValueError: None fits.
     """
-    found = fastest(case, methods)
-    if not case.fits(found):
+    candidate = fastest(case, methods)
+    if not case.fits(candidate):
         full = "" if case.workload.recomputation.mode == "full" else "or full activation checkpointing, "
         raise ValueError(
-            f"{case.workload.name} needs {found.memory / 1e9:.0f} GB a rank at least (estimated), and "
+            f"{case.workload.name} needs {candidate.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, {full}"
             "or tensor parallelism, or SCAPE with offload, which this plan does not try, or --shard-axis for three "
             "levels, or a replica on several nodes"
         )
-    return found
+    return candidate
 
 
 def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
@@ -266,12 +266,12 @@ def advise(case: PlanRequest) -> Advice:
 
 def _fastest_of_each(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
     """Return the fastest candidate of each method that fits and does not have too many replicas for it."""
-    found = []
+    winners = []
     for method in methods:
         most = MOST_REPLICAS.get(type(method.options), math.inf)
         allowed = [c for c in candidates(case, [method]) if case.fits(c) and c.layout.replicate <= most]
-        found += sorted(allowed, key=lambda c: c.prediction.step)[:1]
-    return found
+        winners += sorted(allowed, key=lambda c: c.prediction.step)[:1]
+    return winners
 
 
 def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:

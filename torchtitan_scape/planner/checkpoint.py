@@ -39,26 +39,26 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
     """
     options, rows = run.options, replicas if residual == "exact" else 1
     kinds = run.device_memory(model, replicas) | options.host_memory(model, replicas)
-    found = {"parameters": 4.0 * model.entries}
+    sizes = {"parameters": 4.0 * model.entries}
     if options.holds_optimizer_state:
         # A replica's tensor has the moment on the mask and the residual elsewhere, unless owners have the moment; the
         # mean of the residuals is saved within the moment. Masks are saved as bytes.
         owned = replicas * kinds.get("owned moments", 0.0)
-        found["residual" if owned else "moment and residual"] = kinds["state"] * (0 if owned and rows == 1 else rows)
-        found |= {"masks": float(model.entries), "moments": owned}
-        found["masters"] = replicas * kinds.get("owned master", 0.0) + kinds.get("master", 0.0)
-        if kinds["parameters"] < found["parameters"]:
-            found["BF16 weights"] = kinds["parameters"]
-        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
-    found["moments"] = kinds.get("state", 0.0) * (rows if options.per_replica_weights else 1)
+        sizes["residual" if owned else "moment and residual"] = kinds["state"] * (0 if owned and rows == 1 else rows)
+        sizes |= {"masks": float(model.entries), "moments": owned}
+        sizes["masters"] = replicas * kinds.get("owned master", 0.0) + kinds.get("master", 0.0)
+        if kinds["parameters"] < sizes["parameters"]:
+            sizes["BF16 weights"] = kinds["parameters"]
+        return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
+    sizes["moments"] = kinds.get("state", 0.0) * (rows if options.per_replica_weights else 1)
     if options.per_replica_weights:
-        found["weights of replicas"] = rows * found["parameters"]
+        sizes["weights of replicas"] = rows * sizes["parameters"]
     if options.divides_update:  # every replica has its part
-        found |= {"moments": replicas * found["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
+        sizes |= {"moments": replicas * sizes["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
     if residual != "drop":
-        found |= {kind: rows * kinds.get(kind, 0.0) for kind in _PENDING}
-    found |= {kind: kinds.get(kind, 0.0) for kind in ("outer momentum", "bases")}
-    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+        sizes |= {kind: rows * kinds.get(kind, 0.0) for kind in _PENDING}
+    sizes |= {kind: kinds.get(kind, 0.0) for kind in ("outer momentum", "bases")}
+    return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
 
 
 @dataclass(frozen=True)

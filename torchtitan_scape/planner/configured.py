@@ -47,7 +47,7 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
     )
     shard_axis, _ = shard_axis_of(config, layout)
     micro_batch = config.training.local_batch_size
-    found = predict(
+    prediction = predict(
         method_of(config),
         case.workload,
         layout,
@@ -62,7 +62,7 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
         form = f"three levels over {degrees} ranks"
     else:
         form = "ZeRO++" if shard_axis.active else "FSDP"
-    return Candidate(layout, micro_batch, found), form
+    return Candidate(layout, micro_batch, prediction), form
 
 
 def saving_of(config: JobConfig) -> Saving | None:

@@ -23,9 +23,9 @@ def least_squares(columns: Sequence[Sequence[float]], measured: Sequence[float])
             unit = np.abs(part).max(axis=0)  # columns differ by many orders of magnitude
             if not unit.all():
                 continue
-            found = np.linalg.lstsq(part / unit, np.ones(len(values)), rcond=None)[0] / unit
-            squares = float(((part @ found - 1) ** 2).sum())
-            if (found >= 0).all() and squares < least:
+            solution = np.linalg.lstsq(part / unit, np.ones(len(values)), rcond=None)[0] / unit
+            squares = float(((part @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and squares < least:
                 best, least = np.zeros(len(columns)), squares
-                best[list(chosen)] = found
+                best[list(chosen)] = solution
     return best

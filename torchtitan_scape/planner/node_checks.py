@@ -31,13 +31,13 @@ def clock_offsets(group: dist.ProcessGroup | None = None) -> list[float]:
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
     """Return rounds in which every node is in at most one pair, and all pairs of nodes occur once (circle method)."""
     players = list(range(nodes + nodes % 2))
-    found = []
+    rounds = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < nodes])
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < nodes])
         players.insert(1, players.pop())
-    return found[:MAX_ROUNDS]
+    return rounds[:MAX_ROUNDS]
 
 
 def pair_bandwidths(nodes: Sequence[Sequence[int]], device: torch.device) -> dict[tuple[int, int], float]:

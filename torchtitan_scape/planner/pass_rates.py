@@ -91,19 +91,19 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
         ValueError: `path` contains no measurement.
     """
     given = path or STORED
-    found = [
+    measurements = [
         r for file in ([given] if given.is_file() else sorted(given.glob("**/results.json"))) if (r := _read(file))
     ]
-    if path is not None and not found:
+    if path is not None and not measurements:
         raise ValueError(f"--kernels {path}: there is no results.json of a GPU with times of AdamS and SCAPE; {AGAIN}")
-    found = [rates for rates in found if rates.runtime == device.runtime]
-    same = [rates for rates in found if device.name.split()[0] in rates.device]
+    measurements = [rates for rates in measurements if rates.runtime == device.runtime]
+    same = [rates for rates in measurements if device.name.split()[0] in rates.device]
     if same:
         return same[0]
-    if not found:
+    if not measurements:
         return None
     wanted = device.memory_bandwidth * 1e9
-    nearest = min(found, key=lambda rates: abs(math.log((rates.nominal or rates.copy) / wanted)))
+    nearest = min(measurements, key=lambda rates: abs(math.log((rates.nominal or rates.copy) / wanted)))
     if links.memory_bandwidth:
         factor, why = links.memory_bandwidth / nearest.copy, "the preflight's memory bandwidth"
     else:
@@ -128,18 +128,18 @@ def _read(path: Path) -> PassRates | None:
 
 def _rates(result: dict[str, Any]) -> Sequence[Rate]:
     """Return the rates of one model. The code's part of packing belongs to the other passes, as in `ScapeCost`."""
-    found, entries = [], result["settings"][0]["entries"]
+    all_rates, entries = [], result["settings"][0]["entries"]
     for kind, name in (("adamw", "fused AdamW"), ("adams", "dense AdamS")):
         rate = result["dense"][name]["bytes_a_second"]
-        found.append(Rate(kind, entries, 1.0, "float32", rate, rate))
+        all_rates.append(Rate(kind, entries, 1.0, "float32", rate, rate))
     for setting in (with_present_keys(one, "sync.scape") for one in result["settings"]):
         passes, step = setting["passes"], setting["step"]
         carry = passes.get("carry", {"ms": 0.0, "minimal_bytes": 0.0})
         pack = {key: passes["pack + select"][key] - carry[key] for key in ("ms", "minimal_bytes")}
         rest = {key: step[key] - pack[key] for key in pack}
         rates = [one["minimal_bytes"] / (one["ms"] / 1e3) for one in (pack, rest)]
-        found.append(Rate(ScapeOptions.method_name(), entries, setting["density"], setting["code"], *rates))
-    return found
+        all_rates.append(Rate(ScapeOptions.method_name(), entries, setting["density"], setting["code"], *rates))
+    return all_rates
 
 
 def _shown(path: Path) -> str:

@@ -287,10 +287,10 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
     }
 
 
-def _forms_as_json(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> list[dict[str, Any]]:
+def _forms_as_json(case: PlanRequest, forms: Sequence[ShardAxisVariant]) -> list[dict[str, Any]]:
     return [
         {"form": form.title, "detail": form.detail, "network_bytes": form.network} | _as_dict(case, form.candidate)
-        for form in found
+        for form in forms
     ]
 
 
@@ -411,8 +411,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             assumptions=Assumptions(mfu=options.mfu, passes=passes),
         )
         if options.shard_axis:
-            found = shard_axis_variants(case, options.shard_axis)
-            answer, said = partial(_forms_as_json, case, found), chain(_question(case), [""], lines(case, found))
+            forms = shard_axis_variants(case, options.shard_axis)
+            answer, said = partial(_forms_as_json, case, forms), chain(_question(case), [""], lines(case, forms))
         else:
             answer, said = partial(as_json, case), _report_with_recipe(case, config)
         text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)

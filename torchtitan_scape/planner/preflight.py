@@ -80,15 +80,15 @@ def measure(
 def _tiers(layout: Layout) -> list[Tier]:
     """Return one tier per level, with the groups of all axes: those of the replicas, then those of the shards for
     levels that only these have."""
-    found: dict[str, Tier] = {}
+    by_level: dict[str, Tier] = {}
     for groups in (layout.replicate_groups(), layout.model_groups()):
         hierarchies = [layout.hierarchy(group) for group in groups]
         for i, first in enumerate(hierarchies[0]):
             # Groups of different shapes (odd nodes) are measured on the levels that they share.
             same = [tiers[i] for tiers in hierarchies if len(tiers) > i and tiers[i].level == first.level]
             groups = tuple(ranks for tier in same if tier.size == first.size for ranks in tier.groups)
-            found.setdefault(first.level, Tier(first.level, groups))
-    return list(found.values())
+            by_level.setdefault(first.level, Tier(first.level, groups))
+    return list(by_level.values())
 
 
 def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -105,7 +105,7 @@ def fit_link(points: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def residual_advice(result: dict[str, Any]) -> dict[str, str]:
     """Return for each level whose times differ from the fit by more than LARGE_RESIDUAL: the message, and the fix."""
-    found = {}
+    advice = {}
     for name, link in result["levels"].items():
         if link["residual"] <= LARGE_RESIDUAL:
             continue
@@ -120,11 +120,11 @@ def residual_advice(result: dict[str, Any]) -> dict[str, str]:
             meaning = "the bandwidth can be used, times of small messages are uncertain"
         else:
             meaning = "the bandwidth is uncertain, because the rate depends on the size or other jobs use the link"
-        found[name] = (
+        advice[name] = (
             f"{name}: {size} took {ratio(worst):.2f} x the fitted time: {meaning}; repeat it on idle nodes, with "
             "--largest near the bytes that a step sends"
         )
-    return found
+    return advice
 
 
 def _all_reduce(tier: Tier, group: ProcessGroup | None, nbytes: int, device: torch.device) -> dict[str, Any]:

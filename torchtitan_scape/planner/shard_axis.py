@@ -60,15 +60,15 @@ def shard_axis_variants(case: PlanRequest, shard: int) -> list[ShardAxisVariant]
     layout = plan_layout(
         case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
     )
-    found = [_of(case, layout, "FSDP", "", method, FSDP) for method in (DENSE, SCAPE)]
+    forms = [_of(case, layout, "FSDP", "", method, FSDP) for method in (DENSE, SCAPE)]
     plan, detail = _zeropp(layout)
-    found += [_of(case, layout, "ZeRO++", detail, method, plan) for method in (DENSE, SCAPE)]
+    forms += [_of(case, layout, "ZeRO++", detail, method, plan) for method in (DENSE, SCAPE)]
     if case.ranks_per_node % shard == 0:
         for w in (w for w in range(1, shard) if shard % w == 0):
             # Three levels sum gradients before the optimizer, without overlap.
             for method, summed in ((replace(DENSE, overlap=False), 4.0), (SCAPE, 0.0)):
-                found.append(_of(case, layout, LEVELS, *_levels(layout, w, summed, method)))
-    return found
+                forms.append(_of(case, layout, LEVELS, *_levels(layout, w, summed, method)))
+    return forms
 
 
 def _zeropp(layout: Layout) -> tuple[ShardPlan, str]:
@@ -116,9 +116,9 @@ def _of(
     return ShardAxisVariant(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
 
 
-def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]:
+def lines(case: PlanRequest, forms: Sequence[ShardAxisVariant]) -> Iterator[str]:
     """Return the variants as a table, and the gain of three levels with SCAPE over the first of them."""
-    layout, first = found[0].candidate.layout, found[0].prediction
+    layout, first = forms[0].candidate.layout, forms[0].prediction
     yield (
         f"Forms of the shard axis, {layout.replicate} replica(s) of {layout.shard} ranks (ms a step; shards: FSDP's "
         "traffic beyond compute; once: sums and updates of levels):"
@@ -127,7 +127,7 @@ def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]
         f"{'form':<14}{'':<30}{'method':<18}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'once':>8}"
         f"{'optimizer':>11}{'network MB':>12}{'GB':>7}{'gain':>7}"
     )
-    for form in found:
+    for form in forms:
         p = form.prediction
         times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.fixed, p.optimizer)]
         fits = "  does not fit" if form.memory_short(case) else ""
@@ -137,9 +137,9 @@ def lines(case: PlanRequest, found: Sequence[ShardAxisVariant]) -> Iterator[str]
             f"{form.candidate.memory / 1e9:>7.1f}{first.step / p.step:>7.2f}{fits}"
         )
     yield ""
-    sparse = [form for form in found if form.title == LEVELS and form.prediction.method == SCAPE]
+    sparse = [form for form in forms if form.title == LEVELS and form.prediction.method == SCAPE]
     if sparse:
-        yield from _why(case, found[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
+        yield from _why(case, forms[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
 
 
 def _why(case: PlanRequest, base: ShardAxisVariant, form: ShardAxisVariant) -> Iterator[str]:

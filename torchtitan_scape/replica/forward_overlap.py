@@ -116,8 +116,8 @@ class ForwardOverlap:
                 self._needed.setdefault(child, set()).update(numbers)
 
     def _inside(self, module: nn.Module, recurse: bool = True) -> set[int]:
-        found = (self._numbers.get(id(parameter)) for parameter in module.parameters(recurse))
-        return {number for number in found if number is not None}
+        numbers = (self._numbers.get(id(parameter)) for parameter in module.parameters(recurse))
+        return {number for number in numbers if number is not None}
 
     def _add_fsdp_groups(self) -> None:
         """Let modules wait for all weights that FSDP2 gathers before them."""

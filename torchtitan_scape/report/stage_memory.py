@@ -18,7 +18,7 @@ def stage_memory(
     With 1F1B a stage keeps the activations of one micro-batch for itself and for every later stage. FSDP gathers the
     parameters of a stage once per local batch, and accumulates their gradients unsharded.
     """
-    found = []
+    stages = []
     model, batches = workload.local(shards), micro_batches(config)
     for number, modules in enumerate(stage_modules(config, workload.layers)):
         part = model.select(_names_in(modules, model.names))
@@ -30,8 +30,8 @@ def stage_memory(
         gathered = 6.0 * part.entries * shards / layout.tensor if shards > 1 else 0.0
         kinds["working copy"] = workload.working_bytes() + gathered
         kinds["activations"] = kept * own.activation_bytes(size, output=is_last)
-        found.append((part, kinds))
-    return max(found, key=lambda one: sum(one[1].values()))
+        stages.append((part, kinds))
+    return max(stages, key=lambda one: sum(one[1].values()))
 
 
 def _names_in(modules: Sequence[str], names: Sequence[str]) -> set[str]:

@@ -205,8 +205,8 @@ class ReplicaMetrics(MetricsProcessor):
     def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
         collectives, device = self.optimizers.replica.collectives, self.optimizers.replica.grad_norm.device
         if not self._hosts and not collectives.is_fake:
-            found = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
-            self._hosts = [host for _, host in sorted(found)]
+            hosts_by_rank = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
+            self._hosts = [host for _, host in sorted(hosts_by_rank)]
         return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
 
     def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> SentBytes:

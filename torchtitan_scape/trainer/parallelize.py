@@ -116,5 +116,5 @@ def from_last_stage(parallel_dims: ParallelDims, values: list[float], device: to
         return values
     sent = torch.tensor(values, dtype=torch.float64, device=device)
     dist.broadcast(sent, group=mesh.get_group(), group_src=mesh.size() - 1)
-    found: list[float] = sent.tolist()
-    return found
+    last_values: list[float] = sent.tolist()
+    return last_values

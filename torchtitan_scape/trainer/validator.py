@@ -84,24 +84,24 @@ def validation_batches(
     own = config.training.text_column, tokenizer, config.data.border
     text = [(validation, *own, reader, world * simulated) for reader in readers]
     error: ValueError | None = None
-    found: FixedBatches | PreparedBatches | list[Rows] = []
+    data: FixedBatches | PreparedBatches | list[Rows] = []
     try:
         if prepared:
-            found = _prepared(config, tokenizer, readers, world * simulated)
+            data = _prepared(config, tokenizer, readers, world * simulated)
         elif validation.steps == WHOLE:
-            found = [_concatenate(text_loader(*arguments, passes=1), validation.seq_len) for arguments in text]
+            data = [_concatenate(text_loader(*arguments, passes=1), validation.seq_len) for arguments in text]
         else:
             loaders = [text_loader(*arguments) for arguments in text]
-            found = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
+            data = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
     except ValueError as caught:  # May occur on one rank only, for example for a share without text.
         error = caught
     raise_together(error, "reading the validation data")
-    if not isinstance(found, list):
-        return found
+    if not isinstance(data, list):
+        return data
     size = validation.local_batch_size
     batches = [
         ({"input": inputs}, labels)
-        for rows in _equal_shares(dict(zip(readers, found, strict=True)))
+        for rows in _equal_shares(dict(zip(readers, data, strict=True)))
         for inputs, labels in zip(*(part.split(size) for part in rows), strict=True)
     ]
     return FixedBatches(batches, len(batches))
@@ -125,14 +125,14 @@ def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
         {reader: [part[share:].clone() for part in rows] for reader, rows in local_rows.items()}
     )
     redistributed = [torch.cat(parts) for parts in zip(*(surplus[reader] for reader in sorted(surplus)), strict=True)]
-    found = []
+    shares = []
     for reader, rows in local_rows.items():
         begin, end = (sum(max(0, share - counts[r]) for r in range(last)) for last in (reader, reader + 1))
         inputs, labels = (
             torch.cat([part[:share], rest[begin:end]]) for part, rest in zip(rows, redistributed, strict=True)
         )
-        found.append((inputs, labels))
-    return found
+        shares.append((inputs, labels))
+    return shares
 
 
 def _gather_by_reader(local_values: dict[int, Any]) -> dict[int, Any]:

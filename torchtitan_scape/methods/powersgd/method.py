@@ -128,20 +128,20 @@ def orthonormalize(matrix: Tensor) -> Tensor:
     libraries for GPUs factors tall matrices one by one. A zero column stays zero.
     """
     columns = matrix.double().reshape(-1, *matrix.shape[-2:])
-    found = torch.empty_like(columns)
+    basis = torch.empty_like(columns)
     for j in range(columns.shape[2]):
-        column, before = columns[..., j : j + 1], found[..., :j]
+        column, before = columns[..., j : j + 1], basis[..., :j]
         for _ in range(2 if j else 0):
             column = torch.baddbmm(column, before, before.mT @ column, alpha=-1.0)
         norm = column.norm(dim=1, keepdim=True)
-        torch.mul(column, torch.where(norm > 0, 1.0 / norm, 0.0), out=found[..., j : j + 1])
-    return found.to(matrix.dtype).view(matrix.shape)
+        torch.mul(column, torch.where(norm > 0, 1.0 / norm, 0.0), out=basis[..., j : j + 1])
+    return basis.to(matrix.dtype).view(matrix.shape)
 
 
 def orthonormalize_all(matrices: Sequence[Tensor], applied: Tensor) -> list[Tensor]:
     """Return the results of `orthonormalize`, of zeros if not `applied`. Those of one shape are factored together."""
-    found: dict[int, Tensor] = {}
+    bases: dict[int, Tensor] = {}
     for group in indices_by_key(matrix.shape for matrix in matrices).values():
         stacked = torch.stack([matrices[i] for i in group])
-        found |= zip(group, orthonormalize(torch.where(applied, stacked, 0.0)), strict=True)
-    return [found[i] for i in range(len(matrices))]
+        bases |= zip(group, orthonormalize(torch.where(applied, stacked, 0.0)), strict=True)
+    return [bases[i] for i in range(len(matrices))]

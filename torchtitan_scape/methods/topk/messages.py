@@ -130,14 +130,14 @@ class TopkMessages:
                 row_means, positive = rows.abs().mean(-1, keepdim=True), rows >= 0
                 packed = packed_bits(pad(positive, (0, -positive.shape[1] % 8)).view(-1)).view(len(rows), -1)
                 sent = row_means * (positive.float() * 2 - 1)
-            for found, new in ((means, row_means), (codes, packed), (decoded, sent)):
+            for outputs, new in ((means, row_means), (codes, packed), (decoded, sent)):
                 for i, row in zip(numbers, new.unbind(), strict=True):
-                    found[i] = row
+                    outputs[i] = row
         return torch.cat([torch.cat(means).view(torch.uint8), *codes]), torch.cat(decoded)
 
     def _valid(self, message: Tensor, numbers: list[int]) -> Tensor:
         """Return bool (tensors, values), False for selected padding."""
-        found = (offsets_of(self.layout, i, message[None])[0] for i in numbers)
+        rows = (offsets_of(self.layout, i, message[None])[0] for i in numbers)
         return torch.stack(
-            [valid_offsets(offsets, self.layout.grids[i]).view(-1) for i, offsets in zip(numbers, found, strict=True)]
+            [valid_offsets(offsets, self.layout.grids[i]).view(-1) for i, offsets in zip(numbers, rows, strict=True)]
         )
