@@ -24,13 +24,13 @@ COMMANDS = {
 
 def versions() -> str:
     """Return the version of the project and of the packages on which a run depends."""
-    found = [f"{PROJECT} {__version__}", f"Python {platform.python_version()}"]
+    version_texts = [f"{PROJECT} {__version__}", f"Python {platform.python_version()}"]
     for package in ("torch", "torchtitan", "triton"):
         try:
-            found.append(f"{package} {version(package)}")
+            version_texts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"no {package}")
-    return ", ".join(found)
+            version_texts.append(f"no {package}")
+    return ", ".join(version_texts)
 
 
 def main() -> None:

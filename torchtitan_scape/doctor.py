@@ -75,12 +75,12 @@ class Doctor:
 
     def _by_host(self, texts: Sequence[str]) -> tuple[str, ...]:
         """Return each different text once, with the ranks and hosts that have it."""
-        found = []
+        lines = []
         for text in dict.fromkeys(filter(None, texts)):
             ranks = [rank for rank, own in enumerate(texts) if own == text]
             hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
-            found.append(f"{first_text(hosts, MAX_NAMED)} ({len(ranks)} of {self.world} ranks): {text}")
-        return tuple(found)
+            lines.append(f"{first_text(hosts, MAX_NAMED)} ({len(ranks)} of {self.world} ranks): {text}")
+        return tuple(lines)
 
     def rows(self) -> list[Finding]:
         checks = [self.packages, self.devices, self.transport, self.folder, self.clocks, self.pairs, self.products]
@@ -135,10 +135,10 @@ class Doctor:
         own = nccl_log.parse(self.log.read_text(errors="replace")) if self.log and self.log.exists() else None
         if own is None or not (own.kind or own.paths):
             own = nccl_log.Transport("" if self.world > 1 else "one rank", version="NCCL")
-        found = self._gathered(own)
-        used = Counter(map(str, found)).most_common(1)[0][0] or "unknown"
+        transports = self._gathered(own)
+        used = Counter(map(str, transports)).most_common(1)[0][0] or "unknown"
         advice = list(self._by_host(self._gathered(nccl_log.advice(own))))
-        kinds = self._by_host([one.kind if one.uses_network else "" for one in found])
+        kinds = self._by_host([one.kind if one.uses_network else "" for one in transports])
         failed = len(kinds) > 1 or any("TCP was used" in line for line in advice)
         if len(kinds) > 1:
             advice.insert(0, f"the nodes use different networks: {' | '.join(kinds)}; compare their drivers and NCCL_*")

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     scores = score(options.model, tasks, options.limit, options.batch_size)
     if scores is None:  # rank 0 has them
         return
-    results = {name: metrics for name, found in scores.results.items() if (metrics := metrics_of(found))}
+    results = {name: metrics for name, result in scores.results.items() if (metrics := metrics_of(result))}
     document = {
         "model": str(options.model),
         "digest": digest(options.model),
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         "seconds": round(time.monotonic() - begin, 1),
         "versions": {name: version(name) for name in _PACKAGES},
         "results": results,
-        "documents": {name: found.get("sample_len") for name, found in scores.results.items() if name in results},
+        "documents": {name: result.get("sample_len") for name, result in scores.results.items() if name in results},
         "shots": {name: scores.shots.get(name) for name in results},
         "task_versions": {name: scores.versions.get(name) for name in results},
         "task_hashes": scores.hashes,
@@ -156,16 +156,16 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return config.json of an exported model. Raises ValueError for any other folder."""
     refuse_pointers(*_files(folder))
     try:
-        found: dict[str, Any] = dict(parse_json((folder / "config.json").read_bytes()))
+        config: dict[str, Any] = dict(parse_json((folder / "config.json").read_bytes()))
     except (OSError, ValueError, TypeError):
-        found = {}
+        config = {}
     weights = (folder / name for name in ("model.safetensors", "model.safetensors.index.json"))
-    if "model_type" not in found or not (folder / "tokenizer.json").is_file() or not any(map(Path.is_file, weights)):
+    if "model_type" not in config or not (folder / "tokenizer.json").is_file() or not any(map(Path.is_file, weights)):
         raise ValueError(
             f"--model {folder} is no exported model (config.json, safetensors, tokenizer.json); "
             "python -m torchtitan_scape.export writes one"
         )
-    return found
+    return config
 
 
 def _files(folder: Path) -> list[Path]:

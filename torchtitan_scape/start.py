@@ -25,15 +25,15 @@ def recipe_files(given: str) -> str:
 
     A relative path is looked up in the folder of the call, then in the working directory, then in this package.
     """
-    found, folder = [], os.environ.get("SCAPE_CALLED_FROM", "")
+    paths, folder = [], os.environ.get("SCAPE_CALLED_FROM", "")
     for name in split_names(given):
         called = os.path.join(folder, name)
         path = called if folder != os.getcwd() and os.path.isfile(called) else packaged(name)
         if not os.path.isfile(path):
             wrong = "is a folder" if os.path.isdir(path) else "does not exist"
             raise ValueError(f"CONFIG_FILE: {name} {wrong}; recipes are in {os.path.dirname(packaged(EMBEDDED))}/")
-        found.append(path)
-    return ",".join(found)
+        paths.append(path)
+    return ",".join(paths)
 
 
 def number_of(name: str) -> int:

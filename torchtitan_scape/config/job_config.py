@@ -139,8 +139,8 @@ else:
 
 def options_of(sync: Sync) -> MethodOptions:
     """Return the section of the method that `[sync] method` selects."""
-    found: MethodOptions = getattr(sync, sync.method)
-    return found
+    options: MethodOptions = getattr(sync, sync.method)
+    return options
 
 
 @dataclass

@@ -117,13 +117,13 @@ def _advice(key: str) -> str:
 @functools.cache
 def _key_types(section: type) -> dict[str, Any]:
     """Return the type of each key of a section's class; keys of nested sections are `section.key`."""
-    found: dict[str, Any] = {}
+    key_types: dict[str, Any] = {}
     for field in fields(section):
         kind: Any = field.type
         nested = is_dataclass(kind)
         inner = {f".{key}": each for key, each in _key_types(kind).items()} if nested else {"": kind}
-        found |= {field.name + key: each for key, each in inner.items()}
-    return found
+        key_types |= {field.name + key: each for key, each in inner.items()}
+    return key_types
 
 
 def _named_fields(section: Any, keys: set[str]) -> Any:

@@ -106,8 +106,8 @@ class ConfigSection:
 
 def sections() -> list[ConfigSection]:
     """Return all sections, those of this project first. Sections with subsections only are omitted."""
-    found = sorted(_sections(JobConfig, ""), key=lambda one: _own_rank(one.name))
-    return [one for one in found if one.keys or one.is_own]
+    all_sections = sorted(_sections(JobConfig, ""), key=lambda one: _own_rank(one.name))
+    return [one for one in all_sections if one.keys or one.is_own]
 
 
 def _own_rank(name: str) -> int:
@@ -145,7 +145,7 @@ def _summary(section: Any, path: str) -> str:
 
 def _descriptions(section: Any) -> dict[str, str]:
     """Return the string literals after the fields, those of base classes included."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for one in reversed(section.__mro__):
         if not is_dataclass(one):
             continue
@@ -162,8 +162,8 @@ def _descriptions(section: Any) -> dict[str, str]:
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)
             ):
-                found[statement.target.id] = " ".join(after.value.value.split()).rstrip(".")
-    return found
+                descriptions[statement.target.id] = " ".join(after.value.value.split()).rstrip(".")
+    return descriptions
 
 
 def _type_text(declared: Any) -> str:
@@ -204,23 +204,25 @@ def help_text(topic: str = "") -> str:
 
     A section that has only subsections prints these.
     """
-    found = sections()
+    all_sections = sections()
     if not topic:
-        return _overview(found)
-    below = [one for one in found if one.name.startswith(f"{topic}.")]
-    chosen = found if topic == "all" else [one for one in found if one.name == topic] or below
+        return _overview(all_sections)
+    below = [one for one in all_sections if one.name.startswith(f"{topic}.")]
+    chosen = all_sections if topic == "all" else [one for one in all_sections if one.name == topic] or below
     if not chosen:
-        raise ValueError(f"--help {topic}: the section is unknown; known are {', '.join(one.name for one in found)}")
+        raise ValueError(
+            f"--help {topic}: the section is unknown; known are {', '.join(one.name for one in all_sections)}"
+        )
     text = "\n\n".join(map(_section, chosen))
     if below and chosen != below:
         text += "\n\n" + _wrapped(f"Subsections: {', '.join(one.name for one in below)}", "")
     return text
 
 
-def _overview(found: list[ConfigSection]) -> str:
-    methods = [one for one in found if one.name.split(".")[0] == "sync"]
-    own = [one for one in found if one.is_own and one not in methods]
-    names = dict.fromkeys(one.name.split(".")[0] for one in found if not one.is_own)
+def _overview(all_sections: list[ConfigSection]) -> str:
+    methods = [one for one in all_sections if one.name.split(".")[0] == "sync"]
+    own = [one for one in all_sections if one.is_own and one not in methods]
+    names = dict.fromkeys(one.name.split(".")[0] for one in all_sections if not one.is_own)
     groups = {
         "synchronization of the replicas:": [(one.name, one.summary) for one in methods],
         "other sections of this project:": [(one.name, one.summary) for one in own],

@@ -72,8 +72,8 @@ def fingerprints(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             chunk_ids.append((number, index))
     numbers, chunks = torch.tensor(chunk_ids, dtype=torch.int64, device=device).unbind(1)
     of_chunks = _mixed(_numbered(torch.stack(sums))).sum(1)
-    found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-    return found.index_add_(0, numbers, _mixed(of_chunks + chunks * _ODD))
+    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    return hashes.index_add_(0, numbers, _mixed(of_chunks + chunks * _ODD))
 
 
 def combined(hashes: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ def _signs(machine: str, environment: Mapping[str, str], root: Path) -> Iterator
         if name in _VISIBLE or counted or listed:
             yield f"{name} = {value!r}", _VISIBLE.get(name, "")
     for pattern, runtime in _NODES.items():
-        found = sorted(root.glob(f"dev/{pattern}"))
-        if found:
-            yield f"/dev/{found[0].name} exists", runtime
+        nodes = sorted(root.glob(f"dev/{pattern}"))
+        if nodes:
+            yield f"/dev/{nodes[0].name} exists", runtime
 
 
 def _driver(root: Path, build: TorchBuild) -> str:

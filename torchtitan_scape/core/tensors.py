@@ -25,10 +25,10 @@ def packed_bits(bits: Tensor) -> Tensor:
 
 def indices_by_key(keys: Iterable[K]) -> dict[K, list[int]]:
     """Return the indices of equal keys, by key: tensors of one shape can be processed together."""
-    found: dict[K, list[int]] = {}
+    indices: dict[K, list[int]] = {}
     for index, key in enumerate(keys):
-        found.setdefault(key, []).append(index)
-    return found
+        indices.setdefault(key, []).append(index)
+    return indices
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ def _steps(definition: dict[str, Any], key: str) -> list[dict[str, Any]]:
         return []
     if step["type"] != "Sequence":
         return [step]
-    found: list[dict[str, Any]] = step.get("normalizers") or step.get("pretokenizers") or []
-    return found
+    steps: list[dict[str, Any]] = step.get("normalizers") or step.get("pretokenizers") or []
+    return steps
 
 
 def _is_byte_level(normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]]) -> bool:
@@ -161,13 +161,13 @@ class SpecialTokenCount:
 
     def add_and_log(self, text: str) -> None:
         """Count a document, and log the 1st, 10th, 100th, ... one that spells a special token."""
-        if (found := self._pattern.search(text)) is None:
+        if (match := self._pattern.search(text)) is None:
             return
         self.documents += 1
         if re.fullmatch("10*", str(self.documents)):
-            how = "the token" if found[0] in self._as_token else "ordinary text"
+            how = "the token" if match[0] in self._as_token else "ordinary text"
             logger.warning(
-                f"documents that spell a special token: {self.documents:,}, the last one {found[0]!r}; it is encoded "
+                f"documents that spell a special token: {self.documents:,}, the last one {match[0]!r}; it is encoded "
                 f"as {how} (data.allow_special_tokens)"
             )
 

@@ -157,8 +157,8 @@ class StoredDocuments(Documents):
     def document(self, unit: Unit) -> dict[str, Any]:
         if not 0 <= unit[0] < len(self.data):
             raise ValueError(f"{self.name} has no document {unit[0]}; it has {len(self.data)}")
-        found: dict[str, Any] = self.data[unit[0]]
-        return found
+        document: dict[str, Any] = self.data[unit[0]]
+        return document
 
     def deal(self, units: list[Units]) -> Units:
         left = sorted(unit for reader_units in units for unit in reader_units if unit[0] < unit[1])
@@ -226,8 +226,8 @@ class StreamedDocuments(Documents):
         file, state, known, _, _, number = unit
         for i, sample in enumerate(self._opened(file, state), known):
             if i == number:
-                found: dict[str, Any] = sample
-                return found
+                document: dict[str, Any] = sample
+                return document
         raise ValueError(f"{self.name} has no document {number} in file {file}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     _check_readable(root, root.is_dir())
     if root.is_dir():
         below = sorted(_files_below(root))
-        files = found = [file for file, is_data in below if is_data]
+        files = text_files = [file for file, is_data in below if is_data]
         _log_skipped(root, [file for file, is_data in below if not is_data])
     else:
         files = [root] if _ending(root) else []
@@ -181,7 +181,7 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     if split is not None and root.is_dir():
         files = [file for file in files if _split_of(file, root) == split]
         if not files:
-            if part := next((file for file in found if "partial-" in str(file.relative_to(root))), None):
+            if part := next((file for file in text_files if "partial-" in str(file.relative_to(root))), None):
                 raise ValueError(
                     f"dataset_path: {str(root)!r} has {part.relative_to(root)}, the hub's mark of a partial "
                     "conversion; download all files, or read that part with dataset text_files"

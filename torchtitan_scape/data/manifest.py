@@ -277,11 +277,11 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         counts = ("documents", "tokens", "bytes")
-        found = self.head() | {
+        content = self.head() | {
             "splits": {split: {count: self.total(split, count) for count in counts} for split in (TRAIN, VALIDATION)},
             "shards": [asdict(shard) for shard in self.shards],
         }
-        write_whole(folder / MANIFEST, (json.dumps(found, indent=1) + "\n").encode())
+        write_whole(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -293,14 +293,14 @@ class Manifest:
         path = folder / MANIFEST
         refuse_pointers(path)
         try:
-            found = parse_json(path.read_bytes())
-            if found.pop("format") != FORMAT:
+            content = parse_json(path.read_bytes())
+            if content.pop("format") != FORMAT:
                 raise ValueError
-            found["shards"] = tuple(IndexedShard(**shard) for shard in found["shards"])
-            for shard in found["shards"]:
+            content["shards"] = tuple(IndexedShard(**shard) for shard in content["shards"])
+            for shard in content["shards"]:
                 require_plain_name(shard.name, path)
-            del found["splits"]
-            manifest = cls(**found)
+            del content["splits"]
+            manifest = cls(**content)
             if missing := {"digest", "entries", "bos", "eos"} - manifest.tokenizer.keys():
                 raise ValueError(f"its tokenizer lacks {', '.join(sorted(missing))}")
             dtype = np.dtype(manifest.dtype)

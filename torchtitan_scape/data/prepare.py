@@ -221,10 +221,10 @@ class PrepareWork:
 
     def take_over(self, shards: Sequence[dict[str, Any]]) -> None:
         """Write the records of an existing manifest of which a file is missing or damaged."""
-        found = [IndexedShard(**shard) for shard in shards]
+        existing_shards = [IndexedShard(**shard) for shard in shards]
         for index, part in enumerate(self.parts):
             names = self._names(part).values()
-            self.write_record(index, [shard for shard in found if shard.name in names])
+            self.write_record(index, [shard for shard in existing_shards if shard.name in names])
 
     def _names(self, part: PrepareTask) -> dict[str, str]:
         """Return the names of the shards that a task creates, by split."""
@@ -410,8 +410,8 @@ def _lock(file: IO[str], end: float, folder: Path) -> None:
 def _head(path: Path) -> dict[str, Any]:
     """Return the JSON object of a plan or a manifest."""
     try:
-        found: dict[str, Any] = dict(parse_json(path.read_bytes()).items())
-        return found
+        head: dict[str, Any] = dict(parse_json(path.read_bytes()).items())
+        return head
     except (ValueError, AttributeError):
         raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None
 
@@ -422,20 +422,20 @@ def _check_plan(path: Path, folder: Path, plan: Manifest, finished: bool = False
     Earlier versions recorded no digest of all text. They encoded text that spells a special token as that token: such
     data can be continued with --allow-special-tokens.
     """
-    found = _head(path)
-    found.setdefault("allow_special_tokens", plan.allow_special_tokens if finished else True)
+    head = _head(path)
+    head.setdefault("allow_special_tokens", plan.allow_special_tokens if finished else True)
     source = dict(plan.source)
-    if isinstance(saved := found.get("source"), dict):
+    if isinstance(saved := head.get("source"), dict):
         if source["revision"] is None:
             source["revision"] = plan.source["revision"] = saved.get("revision")  # The hub cannot be reached this time.
         for split, facts in source.items():
             if isinstance(facts, dict) and isinstance(old := saved.get(split), dict) and "text_digest" not in old:
                 source[split] = {key: value for key, value in facts.items() if key != "text_digest"}
     for key, expected in (plan.head() | {"source": source}).items():
-        if found.get(key) != expected:
+        if head.get(key) != expected:
             fix = "add or leave out --allow-special-tokens, " if key == "allow_special_tokens" else ""
             raise ValueError(
-                f"{folder} contains data of another {key}: {found.get(key)}, not {expected}; {fix}delete it, or give "
+                f"{folder} contains data of another {key}: {head.get(key)}, not {expected}; {fix}delete it, or give "
                 "another --output"
             )
 

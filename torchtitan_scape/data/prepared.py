@@ -419,8 +419,8 @@ class PreparedDataLoader(BaseDataLoader):
         return 0
 
     def _identity(self) -> dict[str, Any]:
-        found = {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
-        return {**found, "sampled": self.data.sampled} if self.data.sampled else found
+        identity = {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
+        return {**identity, "sampled": self.data.sampled} if self.data.sampled else identity
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": json.dumps({**self._identity(), "seed": self.seed, "consumed": self.consumed})}
@@ -435,19 +435,19 @@ class PreparedDataLoader(BaseDataLoader):
             return
         restart = "restart the data with --checkpoint.exclude_from_loading=dataloader"
         try:
-            found = parse_json(state_dict["position"])
-            seed, consumed = int(found.pop("seed")), int(found.pop("consumed"))
+            position = parse_json(state_dict["position"])
+            seed, consumed = int(position.pop("seed")), int(position.pop("consumed"))
             if self.data.sampled:
-                found.setdefault("sampled", self.data.sampled)  # Older checkpoints lack it.
-            readable = consumed >= 0 and found.keys() == self._identity().keys()
+                position.setdefault("sampled", self.data.sampled)  # Older checkpoints lack it.
+            readable = consumed >= 0 and position.keys() == self._identity().keys()
         except (TypeError, ValueError, KeyError, AttributeError):
             readable = False
         if not readable:
             raise ValueError(f"the data position in the checkpoint is not readable; {restart}")
         for key, expected in self._identity().items():
-            if found[key] != expected:
+            if position[key] != expected:
                 raise ValueError(
-                    f"the checkpoint's position refers to prepared data with {key} = {found[key]}, but this run has "
+                    f"the checkpoint's position refers to prepared data with {key} = {position[key]}, but this run has "
                     f"{expected}; use the same data and sequence length, or {restart}"
                 )
         self.seed, self._start_samples, self._batches_yielded = seed, consumed, 0

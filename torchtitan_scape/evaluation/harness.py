@@ -82,8 +82,8 @@ def members(manager: TaskManager, name: str) -> list[str]:
         return []
     if entry.kind.name == "TAG":
         return sorted(entry.tags)
-    found = entry.cfg.get("task") or []
-    rows = [found] if isinstance(found, str) else found
+    tasks = entry.cfg.get("task") or []
+    rows = [tasks] if isinstance(tasks, str) else tasks
     # A group may modify a member, or define it inline, in which case it has no registered name.
     named = [row if isinstance(row, str) else row.get("group", row.get("task")) for row in rows]
     return [
@@ -98,8 +98,8 @@ def _unknown(manager: TaskManager, names: Sequence[str]) -> Iterator[tuple[str, 
 def sources(manager: TaskManager, names: Sequence[str]) -> list[str]:
     """Return the repositories of the hub that contain the tasks' data."""
     configs = [manager.task_index[part].cfg or {} for name in names for part in parts(manager, name)]
-    found = dict.fromkeys(config.get("dataset_path") for config in configs if "custom_dataset" not in config)
-    return [path for path in found if path and path not in _FORMATS and not Path(path).exists()]
+    paths = dict.fromkeys(config.get("dataset_path") for config in configs if "custom_dataset" not in config)
+    return [path for path in paths if path and path not in _FORMATS and not Path(path).exists()]
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str], offline: bool) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _Model(HFLM):
                     f"a sequence of this model has {self.max_length}"
                 )
             lengths[*context, *continuation[:-1]].add(len(continuation))
-        with replaced(self, "logits_cache", all(len(found) == 1 for found in lengths.values())):
+        with replaced(self, "logits_cache", all(len(length_set) == 1 for length_set in lengths.values())):
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
 
 
@@ -171,7 +171,7 @@ def _aggregate_safely(tasks: Mapping[str, Any]) -> None:
         return aggregate_safely
 
     for task in tasks.values():  # Metrics may be added while documents are evaluated.
-        task.aggregation = lambda own=task.aggregation: {metric: safe(found) for metric, found in own().items()}
+        task.aggregation = lambda own=task.aggregation: {metric: safe(aggregate) for metric, aggregate in own().items()}
 
 
 def _safe_stderr(metric: Callable[..., Any], bootstrap_iters: int) -> Callable[..., Any] | None:
@@ -227,11 +227,11 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
     _aggregate_safely(tasks["tasks"])
     # Resampling would fork processes.
     with environment(DISABLE_MULTIPROC="1"), replaced(evaluator_utils, "stderr_for_metric", _safe_stderr):
-        found = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
+        output = evaluate(lm=lm, task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES)
     if processes > 1:
         accelerator.wait_for_everyone()
         torch.distributed.destroy_process_group()
-    if found is None:
+    if output is None:
         return None
     facts = {
         "parameters": model.num_parameters(),
@@ -241,7 +241,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
         "processes": processes,
         "batch_size": batch_size,
     }
-    return Scores(found["results"], found["versions"], found["n-shot"], _hashes(found["samples"]), facts)
+    return Scores(output["results"], output["versions"], output["n-shot"], _hashes(output["samples"]), facts)
 
 
 def _check_generation(tasks: Mapping[str, Any], lm: HFLM) -> None:
@@ -256,8 +256,10 @@ def _check_generation(tasks: Mapping[str, Any], lm: HFLM) -> None:
 
 def _hashes(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """Return the hashes as the harness computes them, in document order, independent of the number of processes."""
-    found: dict[str, str] = defaultdict(str)
+    hashes: dict[str, str] = defaultdict(str)
     for name, rows in samples.items():
         ordered = sorted(rows, key=lambda row: (row["doc_id"], row["filter"]))
-        found[name] = hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in ordered))
-    return dict(found)
+        hashes[name] = hash_string(
+            "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in ordered)
+        )
+    return dict(hashes)

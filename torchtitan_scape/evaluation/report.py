@@ -17,14 +17,14 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
     The name of a filter is kept. Values that are unknown or not a number are None, as are infinite standard errors.
     """
-    found = {}
+    metrics = {}
     for key, value in result.items():
         metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             name = metric if filter_name == "none" else key
             error = _number(result.get(f"{metric}_stderr,{filter_name}"))
-            found[name] = {"value": _number(value), "stderr": None if error == math.inf else error}
-    return found
+            metrics[name] = {"value": _number(value), "stderr": None if error == math.inf else error}
+    return metrics
 
 
 def _number(value: Any) -> float | None:
@@ -63,14 +63,14 @@ def table(document: Mapping[str, Any]) -> str:
 def _rows(document: Mapping[str, Any], papers: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     for task in document["shown"]:
         count = document["documents"].get(task)
-        for metric, found in document["results"][task].items():
+        for metric, estimate in document["results"][task].items():
             scale = 100 if metric.partition(",")[0] in _SHARES else 1  # Also with a filter.
             figures = [
                 figure
                 for paper in papers
                 for figure in paper["figures"].get(f"{task} {metric}", [None] * len(paper["columns"]))
             ]
-            values = [_text(found["value"], scale), _text(found["stderr"], scale)]
+            values = [_text(estimate["value"], scale), _text(estimate["stderr"], scale)]
             yield [task, metric, *values, "-" if count is None else str(count), *(_text(figure) for figure in figures)]
 
 

@@ -26,11 +26,11 @@ def compute_exact(a_gold: str, a_pred: str) -> int:
 
 def compute_f1(a_gold: str, a_pred: str) -> float:
     """Return the F1 of the common words; for an answer without words, whether both have none."""
-    gold, found = normalize_answer(a_gold).split(), normalize_answer(a_pred).split()
-    if not gold or not found:
-        return float(gold == found)
-    same = (Counter(gold) & Counter(found)).total()
-    return 2 * same / (len(gold) + len(found))
+    gold, prediction = normalize_answer(a_gold).split(), normalize_answer(a_pred).split()
+    if not gold or not prediction:
+        return float(gold == prediction)
+    same = (Counter(gold) & Counter(prediction)).total()
+    return 2 * same / (len(gold) + len(prediction))
 
 
 def provide() -> None:

@@ -116,8 +116,8 @@ def check_same(ours: Config, theirs: Config) -> None:
 
     Raises ValueError with the first key that differs.
     """
-    stated, found = _stated(ours, theirs), _with_defaults(ours, theirs)
-    pairs = [(key, ours[key], found[key]) for key in _COMPARED if key in ours]
+    stated, values = _stated(ours, theirs), _with_defaults(ours, theirs)
+    pairs = [(key, ours[key], values[key]) for key in _COMPARED if key in ours]
     if "rope_theta" in ours:
         expected, rotation = _rotation(ours), _rotation(theirs)
         pairs += [(key, value, rotation.get(key)) for key, value in expected.items()]
@@ -137,10 +137,10 @@ def _stated(ours: Config, theirs: Config) -> Config:
 def _with_defaults(ours: Config, theirs: Config) -> Config:
     """Return their values, with defaults in the place of missing keys and nulls."""
     stated = _stated(ours, theirs)
-    found = ours | _DEFAULTS[ours["model_type"]] | stated
+    values = ours | _DEFAULTS[ours["model_type"]] | stated
     if "num_key_value_heads" in ours and "num_key_value_heads" not in stated:
-        found["num_key_value_heads"] = found["num_attention_heads"]
-    return found
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    return values
 
 
 def _equal(expected: Any, value: Any) -> bool:
@@ -152,13 +152,13 @@ def _equal(expected: Any, value: Any) -> bool:
 
 def _rotation(config: Config) -> Config:
     """Return the parameters of the rotary embedding, from the keys of either generation of transformers."""
-    found: Config = {"rope_theta": config.get("rope_theta") or 10000.0} | _rotation_stated(config)
-    found.setdefault("rope_type", "default")
-    if found["rope_type"] in ("linear", "llama3") and found.get("factor") == 1:  # Scaling by 1.
-        found["rope_type"] = "default"
-    if found["rope_type"] == "llama3":
-        found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings") or 2048)
-    return found
+    rotation: Config = {"rope_theta": config.get("rope_theta") or 10000.0} | _rotation_stated(config)
+    rotation.setdefault("rope_type", "default")
+    if rotation["rope_type"] in ("linear", "llama3") and rotation.get("factor") == 1:  # Scaling by 1.
+        rotation["rope_type"] = "default"
+    if rotation["rope_type"] == "llama3":
+        rotation.setdefault("original_max_position_embeddings", config.get("max_position_embeddings") or 2048)
+    return rotation
 
 
 def _rotation_stated(config: Config) -> Config:
@@ -177,15 +177,15 @@ def resolve_tie(ours: Config, theirs: Config, tensors: Mapping[str, Tensor]) -> 
     Llama has separate parameters here, so its output layer becomes a copy of the embedding. GPT-2 is tied here too.
     Raises ValueError if the folder contradicts its config.json, so that versions of transformers read different models.
     """
-    found = dict(tensors)
+    weights = dict(tensors)
     tied = _with_defaults(ours, theirs)["tie_word_embeddings"]
-    if not tied and _OUTPUT not in found:
+    if not tied and _OUTPUT not in weights:
         raise ValueError(f"it has no {_OUTPUT}, and tie_word_embeddings is false; set it to true if they are tied")
     if not tied or ours["model_type"] != "llama":
-        return found, ""
-    if _OUTPUT in found and _EMBEDDING in found and not torch.equal(found[_OUTPUT], found[_EMBEDDING]):
+        return weights, ""
+    if _OUTPUT in weights and _EMBEDDING in weights and not torch.equal(weights[_OUTPUT], weights[_EMBEDDING]):
         raise ValueError(f"{_OUTPUT} differs from {_EMBEDDING}, but tie_word_embeddings is true; set it to false")
     for missing, source in ((_OUTPUT, _EMBEDDING), (_EMBEDDING, _OUTPUT)):
-        if source in found:
-            found.setdefault(missing, found[source])
-    return found, "the model ties its output layer to the embedding; here it is a copy, which training may change"
+        if source in weights:
+            weights.setdefault(missing, weights[source])
+    return weights, "the model ties its output layer to the embedding; here it is a copy, which training may change"

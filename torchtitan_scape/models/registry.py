@@ -147,10 +147,10 @@ def planned_recipe(arguments: Sequence[str], ranks: int) -> tuple[Workload, JobC
             f"parallelism.pipeline_parallel_degree = {degree}: the planner has no cost of a pipeline; set it to 1 for "
             "the plan"
         )
-    found = workload_of(config)
-    if found.batch < 0:
-        found = replace(found, batch=config.training.local_batch_size * ranks)
-    return found, config
+    workload = workload_of(config)
+    if workload.batch < 0:
+        workload = replace(workload, batch=config.training.local_batch_size * ranks)
+    return workload, config
 
 
 def stage_modules(config: JobConfig, layers: int) -> list[list[str]]:

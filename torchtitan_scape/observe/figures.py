@@ -86,13 +86,13 @@ def _of_paper(family: str, shards: Sequence[Shard]) -> Iterator[str]:
 
 
 def _matching(pattern: str, shards: Sequence[Shard]) -> list[Shard]:
-    found = matching(shards, pattern)
-    if not found:
+    matches = matching(shards, pattern)
+    if not matches:
         raise ValueError(
             f"[observe] names: {pattern!r} matches no parameter; the parameters are "
             f"{', '.join(_name_patterns(shards))}, and * is a wildcard"
         )
-    return found
+    return matches
 
 
 def _name_patterns(shards: Sequence[Shard]) -> list[str]:

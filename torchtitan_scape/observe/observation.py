@@ -184,8 +184,8 @@ class Observation:
 
     def _record_frequencies(self, first: int) -> None:
         for label, one in self._frequencies.items():
-            found = Frequency(first, one.steps, label, self.options.density, one.histogram().cpu().numpy())
-            self.record.add_frequency(found)
+            frequency = Frequency(first, one.steps, label, self.options.density, one.histogram().cpu().numpy())
+            self.record.add_frequency(frequency)
 
     def _scalars(self, observed: Observed, values: dict[str, float]) -> None:
         tags = {f"observe/{observed.label}/{key}": value for key, value in values.items() if math.isfinite(value)}

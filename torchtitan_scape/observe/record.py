@@ -85,13 +85,13 @@ class Record:
         self.rows.append(row)
         self._changed = True
 
-    def add_histogram(self, step: int, tensor: str, found: Distribution) -> None:
-        figures = {k: v if isinstance(v, int | float) else v.cpu().numpy() for k, v in vars(found).items()}
+    def add_histogram(self, step: int, tensor: str, distribution: Distribution) -> None:
+        figures = {k: v if isinstance(v, int | float) else v.cpu().numpy() for k, v in vars(distribution).items()}
         self.histograms.append((step, tensor, figures))
         self._changed = True
 
-    def add_frequency(self, found: Frequency) -> None:
-        self.frequencies.append(found)
+    def add_frequency(self, frequency: Frequency) -> None:
+        self.frequencies.append(frequency)
         self._changed = True
 
     def write(self) -> None:

@@ -167,15 +167,15 @@ class LocalRanks:
         class Agent(LocalElasticAgent):
             def _start_workers(self, worker_group: Any) -> Any:
                 with ranks.starting:
-                    found = super()._start_workers(worker_group)
-                    ranks.pids = list(found.values())
+                    pids = super()._start_workers(worker_group)
+                    ranks.pids = list(pids.values())
                 ranks.across_nodes = worker_group.group_world_size > 1
                 ranks.store = worker_group.master_addr, worker_group.master_port
                 if ranks.requested is not None:
                     ranks.send(ranks.requested)
                 ranks.processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
                 threading.Thread(target=ranks.watch, name="watch", daemon=True).start()
-                return found
+                return pids
 
             def _monitor_workers(self, worker_group: Any) -> Any:
                 # The parent class would first terminate the other ranks and wait for them.

@@ -213,11 +213,11 @@ class Liveness:
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < 2 * self._silence_limit + 2 * self._interval:
             # Not immediately: if this process was halted, its view of the others is outdated.
-            found = self._detect_failure(self._silence_limit) if waited > 2 * self._interval else None
-            if found is None and waited > 2 * self._silence_limit and self._searching:
+            detected_failure = self._detect_failure(self._silence_limit) if waited > 2 * self._interval else None
+            if detected_failure is None and waited > 2 * self._silence_limit and self._searching:
                 stalled = stalled_rank(self._places, self._names)
-                found = stalled and Failure(stalled[0], LOST, stalled[1])
-            if failure := self._failure or found:
+                detected_failure = stalled and Failure(stalled[0], LOST, stalled[1])
+            if failure := self._failure or detected_failure:
                 self.report(failure)
                 return self._failure or failure
             time.sleep(0.1)
@@ -243,11 +243,11 @@ class Liveness:
 
     def resume_hint(self) -> str:
         """Return the effect of a restart. A thread reads the checkpoint folder, whose file system may not respond."""
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(self.hint()), daemon=True)
+        hints: list[str] = []
+        thread = threading.Thread(target=lambda: hints.append(self.hint()), daemon=True)
         thread.start()
         thread.join(2.0)
-        return f"; {found[0]}" if found and found[0] else ""
+        return f"; {hints[0]}" if hints and hints[0] else ""
 
     # -------------------------------------------------------------------------------- store thread
 

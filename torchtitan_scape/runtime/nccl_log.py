@@ -48,8 +48,8 @@ def parse(log: str) -> Transport:
     """Return the transport in the log of a rank; that of the communicator that was created last."""
     networks, channels = _NETWORK.findall(log), _CHANNEL.findall(log)
     adapters = [_ADAPTER.findall(line) for line in _ADAPTERS.findall(log)]
-    names = tuple(dict.fromkeys(name for found in adapters for name, _ in found))
-    links = {link for found in adapters for _, link in found if link}
+    names = tuple(dict.fromkeys(name for pairs in adapters for name, _ in pairs))
+    links = {link for pairs in adapters for _, link in pairs if link}
     version = _VERSION.search(log)
     kind = _kind(networks[-1] if networks else "", _PROVIDER.findall(log), links)
     paths = tuple(Counter(channels).most_common())

@@ -245,24 +245,24 @@ class LauncherRendezvous(RendezvousHandler):
 
     def _client(self) -> TCPStore:
         """Connect to the store. In a thread, because PyTorch waits without end for another program's answer."""
-        found: list[Any] = []
+        outcomes: list[Any] = []
 
         def connect() -> None:
             try:
-                found.append(TCPStore(self._host, self._port, is_master=False, wait_for_workers=False))
+                outcomes.append(TCPStore(self._host, self._port, is_master=False, wait_for_workers=False))
             except Exception as error:  # A server that closes the connection, or is about to end.
-                found.append(error)
+                outcomes.append(error)
 
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(_ANSWER_SECONDS)
-        if not found:
+        if not outcomes:
             raise WrongEndpointError(
                 f"another program listens at {self._where}: it does not answer as a launcher does; choose another port"
             )
-        if isinstance(found[0], Exception):
-            raise OSError(str(found[0]).split("\n")[0])
-        store: TCPStore = found[0]
+        if isinstance(outcomes[0], Exception):
+            raise OSError(str(outcomes[0]).split("\n")[0])
+        store: TCPStore = outcomes[0]
         return store
 
 

@@ -70,11 +70,13 @@ def quieten_cpu() -> None:
 def _check_version() -> None:
     """Raise ImportError for another release of TorchTitan, for example in a container: its names differ."""
     try:
-        found = version("torchtitan")
+        release = version("torchtitan")
     except PackageNotFoundError:
         return  # a source checkout without metadata
-    if not found.startswith("0.2.2"):
-        raise ImportError(f"torchtitan {found} is installed, but the trainer needs 0.2.2: {install_command('trainer')}")
+    if not release.startswith("0.2.2"):
+        raise ImportError(
+            f"torchtitan {release} is installed, but the trainer needs 0.2.2: {install_command('trainer')}"
+        )
 
 
 def _end_without_cache(error: OSError) -> NoReturn:

@@ -33,9 +33,9 @@ def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
             return
         tokenizer.eos_id, tokenizer.eos_token = tokenizer.bos_id, tokenizer.bos_token
         tokenizer.bos_id = tokenizer.bos_token = None
-    elif tokenizer.eos_id is None and (found := tokenizer.token_to_id(END_OF_TEXT)) is not None:
-        tokenizer.eos_id, tokenizer.eos_token = found, END_OF_TEXT
-        added = tokenizer.tokenizer.get_added_tokens_decoder().get(found)
+    elif tokenizer.eos_id is None and (token_id := tokenizer.token_to_id(END_OF_TEXT)) is not None:
+        tokenizer.eos_id, tokenizer.eos_token = token_id, END_OF_TEXT
+        added = tokenizer.tokenizer.get_added_tokens_decoder().get(token_id)
         if added is not None and not added.special:  # Otherwise it would be found in the text of documents.
             tokenizer.definition = tokenizer.tokenizer.to_str()  # Its digest in checkpoints is that of the folder's.
             tokenizer.tokenizer.add_special_tokens([END_OF_TEXT])
@@ -67,9 +67,9 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def _report_unavoidable(tokenizer: Any, folder: Path) -> None:
     """Log the special tokens that are also entries of the model, which finds them in text by itself."""
     unknown = getattr(tokenizer.model, "unk_token", None)  # The token of any text without an entry.
-    if found := [token for token in special_tokens_in_text(tokenizer) if token != unknown]:
+    if tokens := [token for token in special_tokens_in_text(tokenizer) if token != unknown]:
         logger.warning(
-            f"The tokenizer in {str(folder)!r} encodes text that spells {', '.join(found[:5])} as these special "
+            f"The tokenizer in {str(folder)!r} encodes text that spells {', '.join(tokens[:5])} as these special "
             "tokens, because its model contains them"
         )
 
