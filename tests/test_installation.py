@@ -79,8 +79,8 @@ def test_the_wheel_contains_one_package_with_recipes_and_rates(wheel: Path) -> N
 def test_without_torch_the_planner_answers_and_other_commands_name_what_is_missing(installed: Environment) -> None:
     planned = installed.run("torchtitan-scape", "plan", "--machine", "vista", "--nodes", "8")
     assert "measured on NVIDIA H200" in planned
-    for command in ("train", "prepare", "export"):
-        assert "-m pip install 'torchtitan-scape[torch]'" in installed.run("torchtitan-scape", command, code=2)
+    for command, extra in (("train", "torch"), ("prepare", "trainer"), ("export", "torch")):
+        assert f"-m pip install 'torchtitan-scape[{extra}]'" in installed.run("torchtitan-scape", command, code=2)
 
 
 @pytest.mark.parametrize("first", ["kernels", "ours"])
