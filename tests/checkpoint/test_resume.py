@@ -210,7 +210,7 @@ def test_options_may_change(
         assert largest(a["pending"], b["pending"]) < (1e-6 if dense else 1e-12)
         assert b["dense"] == dense
     (line,) = resumed[0]["resume_lines"]
-    names = {option.split("=")[0].split(".")[-1].replace("beta1", "betas") for option in changed}
+    names = {option.split("=")[0].split(".")[-1].removeprefix("no-").replace("beta1", "betas") for option in changed}
     assert all(f"{name} " in line for name in names) and ("next exchange is complete" in line) == dense
     assert largest(resumed[0]["after"], resumed[1]["after"]) == 0.0
 

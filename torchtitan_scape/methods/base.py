@@ -164,9 +164,9 @@ class GradientMethod(Method):
             self._observe(gradients, info)
             with phase("clip"):
                 norms = self.gradient_norms(gradients)
-                context.grad_norm.copy_(
-                    norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
-                )
+                norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
+                # The norm of a sparse gradient may not show another replica's NaN.
+                context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
                 factor = None if context.max_norm is None else clip_factor(context.grad_norm, context.max_norm)
                 if factor is not None:
                     context.clip_factor.copy_(factor)
