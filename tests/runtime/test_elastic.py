@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -68,17 +67,22 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(victim: int, 
     """
     run = ElasticRun(tmp_path / "run", ARGUMENTS)
     with run.launch as nodes:
-        time.sleep(4.0)
+
+        def wait_for_checkpoint() -> None:
+            first = run.intervals[-1][1]
+            nodes.wait_until(lambda: max(nodes.steps(), default=0) > first + 12, 300, "a checkpoint")
+
+        wait_for_checkpoint()
         run.kill(victim)
         run.wait_for_start([1 - victim])
         assert "replicas 2 -> 1" in nodes.output() and "receives the mean of 2 replicas' pending" in nodes.output()
-        time.sleep(4.0)
+        wait_for_checkpoint()
         run.start_again(victim)
         run.wait_for_start([0, 1])
         assert "can join: from 1 to 2 nodes after a checkpoint" in nodes.output()
         assert "replicas 1 -> 2" in nodes.output() and "Traceback" not in nodes.output()
         last = run.intervals[-1][1]
-        nodes.wait_until(lambda: max(nodes.steps()) > last + 12, 300, "a checkpoint of two nodes")
+        wait_for_checkpoint()
     run.intervals.append((2, last + 10 - last % 10))
     assert [count for count, _ in run.intervals] == [2, 1, 2, 2]
     for interval in (1, 2):
