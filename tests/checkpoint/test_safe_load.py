@@ -297,7 +297,8 @@ def test_data_that_are_not_where_the_metadata_says_are_named(
 @pytest.mark.parametrize(
     "content, reason",
     [
-        ("{}", "it has no 'method'"),
+        ("{}", "has format 1, and this version reads format 3"),
+        ('{"format": 3}', "it has no 'method'"),
         ("[]", "it is []"),
         ("5", "it is 5"),
         ("not JSON", "Expecting value"),
@@ -308,8 +309,9 @@ def test_data_that_are_not_where_the_metadata_says_are_named(
         ({"counters": {"skipped": None}}, "'skipped' of 'counters' is None"),
         ({"code": [5]}, "'code' is [5]"),
         ({"method": "other"}, "there is no method 'other'"),
-        ({"format": 2, "sharding": 5}, "AttributeError"),
-        ({"format": 99}, "has format 99, and this version reads"),
+        ({"sharding": 5}, "AttributeError"),
+        ({"format": 2}, "has format 2, and this version reads format 3; commit 937dd8d0 reads formats 1 and 2"),
+        ({"format": 99}, "has format 99, and this version reads format 3; resume with the version that saved it"),
     ],
 )
 def test_a_damaged_record_of_the_run_is_named(content: Any, reason: str, tmp_path: Path) -> None:

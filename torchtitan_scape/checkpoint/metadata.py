@@ -1,4 +1,4 @@
-"""The record of a run in its checkpoints: its format, its names in earlier formats, and differences to another run."""
+"""The record of a run in its checkpoints, and its differences to another run."""
 
 import json
 from typing import Any
@@ -16,18 +16,10 @@ RUN_METADATA = "run_metadata"
 # With another value of these, state is loaded by the rule for another layout; so it is with some options of a method.
 _LAYOUT = {"replicas", "shard", "context", "tensor", "pipeline", "levels_weights", "levels_block"}
 FORMAT = 3
-# Names of format 1, which commit bc06ed0 wrote, and their present names. Formats 1 and 2 also have earlier keys of
-# options (`core.renamed_keys`).
-ALIASES: dict[str, dict[str, str]] = {
-    # Kinds of state: they are the first part of tensor names.
-    "kinds": {"owed": "owner_error", "own_parameters": "replica_weights"},
-    # Keys of the description of each kind.
-    "description": {"carries": "on_migration", "own": "per_replica", "lies": "row_layout"},
-}
+_READS_EARLIER = "937dd8d0"  # the last commit that reads formats 1 and 2; it writes format 3
 # Types of values that every record has.
 _TYPES: dict[str, type] = {"method": str, "optimizer": str, "residual": str, "replicas": int, "shard": int}
 _TYPES |= {"states": dict, "counters": dict}
-_FORMAT_1_KINDS = {present: earlier for earlier, present in ALIASES["kinds"].items()}
 
 
 class RunMetadata(Stateful):
@@ -82,11 +74,6 @@ class RunMetadata(Stateful):
                 f"{path} holds the model {saved['model']!r}, this run has {self.values['model']!r}; build the model "
                 "of the checkpoint, or start in another folder (--job.dump_folder of the trainer)"
             )
-        # Values of older versions.
-        older: dict[str, float] = {"levels_weights": 0, "levels_block": 0, "pipeline": 1, "whiten_every": 0}
-        if saved["method"] == self.values["method"]:
-            older |= {"interval": 1, "decay": 0.0}
-        saved = older | saved
         keys = [
             key
             for key in self.values | saved
@@ -113,10 +100,10 @@ class RunMetadata(Stateful):
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """Return the record of the run that saved, under the present names. Collective.
+    """Return the record of the run that saved. Collective.
 
     Raises:
-        ValueError: it cannot be read, is damaged, or is of a later format.
+        ValueError: it cannot be read, is damaged, or is of another format.
     """
     state: dict[str, Any] = {RUN_METADATA: {"json": ""}}
     load_into(path, state)
@@ -140,10 +127,10 @@ def damaged(path: str, reason: str) -> ValueError:
 
 
 def parse_record(content: Any, path: str) -> dict[str, Any]:
-    """Return the record in JSON text under the present names, see `to_present_format`.
+    """Return the record in JSON text, with the present keys of options (`core.renamed_keys`).
 
     Raises:
-        ValueError: the record is damaged, or of a later format. Missing keys raise it when they are read.
+        ValueError: the record is damaged, or of another format. Missing keys raise it when they are read.
     """
     try:
         values = parse_json(content)
@@ -152,7 +139,7 @@ def parse_record(content: Any, path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise damaged(path, f"it is {values!r:.100}")
     try:
-        saved = _Record(to_present_format(_Record(values, path), path), path)
+        saved = _Record(_with_present_keys(_Record(values, path), path), path)
     except (TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from None
     for key, kind in _TYPES.items():
@@ -169,34 +156,16 @@ def parse_record(content: Any, path: str) -> dict[str, Any]:
     return saved
 
 
-def to_present_format(saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a checkpoint's record under the present names; its "format" stays that of the files.
-
-    Args:
-        saved: as it was read; a record without "format" is of format 1.
-        path: of the checkpoint, for the message.
-
-    Raises:
-        ValueError: the format is a later one.
-    """
+def _with_present_keys(saved: dict[str, Any], path: str) -> dict[str, Any]:
     version = saved.get("format", 1)
-    if version not in range(1, FORMAT + 1):
+    if version != FORMAT:
+        earlier = f"commit {_READS_EARLIER} reads formats 1 and 2: save with it once more" if version in (1, 2) else ""
         raise ValueError(
-            f"{path} has format {version!r}, and this version reads formats 1 to {FORMAT}; resume with the version "
-            "that saved it, or start from its model alone (--checkpoint.initial_load_path of the trainer)"
+            f"{path} has format {version!r}, and this version reads format {FORMAT}; "
+            f"{earlier or 'resume with the version that saved it'}, or start from its model alone "
+            "(--checkpoint.initial_load_path of the trainer)"
         )
-    record = with_present_keys(saved, f"sync.{saved['method']}") | {"format": version}
+    record = with_present_keys(saved, f"sync.{saved['method']}")
     if "sharding" in record:
         record["sharding"] = with_present_keys(record["sharding"], "sharding")
-    if version == 1 and "states" in record:
-        record["states"] = {ALIASES["kinds"].get(k, k): _renamed(what) for k, what in record["states"].items()}
     return record
-
-
-def stored_kind(kind: str, saved: dict[str, Any]) -> str:
-    """Return the name of a kind of state in the files of a checkpoint with this record."""
-    return _FORMAT_1_KINDS.get(kind, kind) if saved["format"] == 1 else kind
-
-
-def _renamed(description: dict[str, Any]) -> dict[str, Any]:
-    return {ALIASES["description"].get(key, key): value for key, value in description.items()}

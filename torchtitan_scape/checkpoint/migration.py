@@ -45,12 +45,11 @@ from torchtitan_scape.replica.simulation import ReplicaWeights, rows_of
 
 
 @torch.no_grad()
-def migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool, step: int) -> str:
+def migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool) -> str:
     """Load a checkpoint of any method and layout. Collective; load the model first.
 
     Args:
         same_layout: method, optimizer and layout are those of the run that saved.
-        step: of the checkpoint.
 
     Returns:
         A line about the loaded state, for the log.
@@ -59,19 +58,17 @@ def migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool,
         ValueError: a value of the checkpoint's record has another type.
     """
     try:
-        summary = _migrate(optimizer, reader, same_layout, step)
+        summary = _migrate(optimizer, reader, same_layout)
     except (TypeError, AttributeError, LookupError, AssertionError) as error:
         reason = f"loading its states fails with {type(error).__name__}: {one_line(error):.200}"
         raise damaged(reader.path, reason) from error
     return summary.text()
 
 
-def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool, step: int) -> "_Summary":
+def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool) -> "_Summary":
     optimizer.prepare_to_load()
     shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
-    # Format 1 stored the counter among the values of a method that performs the update itself.
-    records = [reader.saved, *(value for value in reader.saved.values() if isinstance(value, dict))]
-    optimizer.attempted_steps = next((r["attempted_steps"] for r in records if "attempted_steps" in r), step)
+    optimizer.attempted_steps = reader.saved["attempted_steps"]
     summary = _Summary(reader, optimizer, exact=same_layout and reader.saved["residual"] == "exact")
     if same_layout:
         reader.fill_of_this_shard(usual_norms(optimizer))

@@ -91,7 +91,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     weights.load_state_dict(targets)
     reader = StateReader(path, saved, optimizer, layout, prefix=f"{MODEL}.")
     groups = restore_groups(optimizer.inner, optimizer.shards(), reader.group_values(), saved["optimizer"])
-    text = migrate(optimizer, reader, same_layout, step=0)
+    text = migrate(optimizer, reader, same_layout)
     load_counters(optimizer, saved["counters"])
     optimizer.count_bytes_from_here()
     forget_metadata()

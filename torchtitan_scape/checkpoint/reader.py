@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, slices_of
-from torchtitan_scape.checkpoint.metadata import stored_kind
 from torchtitan_scape.checkpoint.safe_load import CheckedReader, load_into
 from torchtitan_scape.checkpoint.state import PREFIX, WEIGHTS, saved_weights, stores
 from torchtitan_scape.core.parameters import Shard, local
@@ -34,6 +33,7 @@ class StateReader:
         replicas: number of replicas of the run that saved.
         same_count: whether this run has as many.
         same_class: whether that run had an optimizer of the same class.
+        has_dense_state: whether that run saved a dense optimizer's state.
 
     Raises:
         ValueError: Muon updated other matrices in the run that saved. Raised on every rank.
@@ -55,8 +55,8 @@ class StateReader:
         self.model_rank, self.model_ranks = self._collectives.model_rank, self._collectives.model_ranks
         self.same_count = self.replicas == layout.replicas * layout.simulated
         self.same_class: bool = saved["optimizer"] == type(optimizer.inner).__name__
-        # Names in the files of the kinds of state by parameter.
-        self._kinds = {kind: stored_kind(kind, saved) for kind, what in saved["states"].items() if what["by_parameter"]}
+        self.has_dense_state: bool = saved["dense_state"]
+        self._kinds = [kind for kind, described in saved["states"].items() if described["by_parameter"]]
         self._moments = self._moments_to_read()
         raise_on_all_ranks(self._collectives, self._other_choice())
 
@@ -94,8 +94,8 @@ class StateReader:
         keys: dict[str, Tensor] = {}
         for shard in shards:
             kinds, shape = dict[str, Tensor](), shard.local_shape
-            for kind, stored in self._kinds.items():
-                if self.has(key := f"{stored}.{shard.name}"):
+            for kind in self._kinds:
+                if self.has(key := f"{kind}.{shard.name}"):
                     rows = (self.layout.share(self.replicas),) if self.saved["states"][kind]["per_replica"] else ()
                     dtype = cast(TensorStorageMetadata, self._entries[key]).properties.dtype
                     target = torch.empty((*rows, *shape), dtype=dtype, device="cpu")
@@ -130,8 +130,7 @@ class StateReader:
             return ""
 
         def has_moment(shard: Shard, kind: str) -> bool:
-            stored = stored_kind(kind, self.saved)
-            return self.has(f"state.{shard.name}.{kind}") or self.has(f"{stored}.{shard.name}")
+            return self.has(f"state.{shard.name}.{kind}") or self.has(f"{kind}.{shard.name}")
 
         saved = [(shard, has_moment(shard, SECOND)) for shard in self._shards if has_moment(shard, FIRST)]
         error = other_choice(inner.updates, saved)
@@ -141,7 +140,7 @@ class StateReader:
         """Raise ValueError on every rank if a parameter has no saved state. Collective."""
         entry, error = OPTIMIZERS.get(self.saved["optimizer"]), ""
         for shard in self._shards if entry is not None else ():
-            keys = [f"{kind}.{shard.name}" for kind in self._kinds.values()]
+            keys = [f"{kind}.{shard.name}" for kind in self._kinds]
             keys += [f"state.{shard.name}.{moment}" for moment in self._moments]
             assert entry is not None
             if not error and entry.moments(self._optimizer.inner, shard) and not any(map(self.has, keys)):
@@ -176,20 +175,12 @@ class StateReader:
 
     def fill_of_this_shard(self, states: Sequence[State]) -> bool:
         """Read the tensors that belong to this shard alone, if they were saved. Return whether none is missing."""
-        named = [
-            (state, f"{stored_kind(state.kind, self.saved)}.{name}.{self.model_rank}", values)
-            for state in states
-            if not state.by_parameter
-            for name, values in state.tensors.items()
-        ]
-        if not named:
-            return True
-        self.fill({key: values for _, key, values in named if self.has(key)})
-        absent = [(state, values) for state, key, values in named if not self.has(key)]
-        for state, values in absent:
-            if state.if_absent is not None:
-                values.fill_(state.if_absent)
-        return all(state.if_absent is not None for state, _ in absent)
+        of_shard = [state for state in states if not state.by_parameter]
+        named = {f"{s.kind}.{name}.{self.model_rank}": values for s in of_shard for name, values in s.tensors.items()}
+        present = {key: values for key, values in named.items() if self.has(key)}
+        if named:
+            self.fill(present)
+        return len(present) == len(named)
 
     def fill_weights(self) -> None:
         """Read the weights that masters do not determine, if this run has such weights and they were saved."""
@@ -217,12 +208,6 @@ class StateReader:
         room = torch.empty(local(shard.parameter).shape, dtype=torch.float32, device="cpu")
         load_into(self.path, {self._prefix + shard.name: self.layout.whole(shard.parameter, room)}, alone=True)
         return room.view(-1)
-
-    @property
-    def has_dense_state(self) -> bool:
-        """Whether a dense optimizer's state was saved."""
-        in_format_1 = self.has(f"state.{self._shards[0].name}.step")
-        return bool(self.saved.get("dense_state", in_format_1))
 
     def applied_steps(self) -> float:
         """Return the steps that the saved optimizer's bias correction has counted; 0 if it counts none."""

@@ -69,7 +69,7 @@ class ModelCheckpoint(Stateful):
     def load_targets(self) -> dict[str, Any]:
         """Return the tensors to read a checkpoint's model into: the model's own, or its FP32 masters.
 
-        A tied parameter is read by its first name: earlier versions saved weights of a single replica under the others.
+        A tied parameter is read once, by its first name.
         """
         targets = {name: values for name, values in self.own.state_dict().items() if name not in self._other_names}
         slices = slices_of(self._optimizer.shards()).items()
@@ -272,7 +272,7 @@ def usual_norms(optimizer: ReplicaOptimizer) -> list[State]:
     tensors = {f"replica_{endpoint.replica}": usual for endpoint, usual in of_replica}
     if not tensors:
         return []
-    return [State("usual_norm", tensors, per_replica=False, on_migration="copy", by_parameter=False, if_absent=0.0)]
+    return [State("usual_norm", tensors, per_replica=False, on_migration="copy", by_parameter=False)]
 
 
 def describe_states(optimizer: ReplicaOptimizer, residual: str) -> dict[str, dict[str, Any]]:

@@ -57,8 +57,6 @@ class State:
             "rebuild": dropped, and the next exchange is complete; loaded if method, options and layout are the same.
         by_parameter: False for tensors of this shard with shapes of their own, readable by the same layout only.
         packed: One bit per entry, uint8 (ceil(n / 8),): entry i in bit i % 8 of byte i // 8. Checkpoints store bytes.
-        if_absent: The value under the same layout if the checkpoint was saved before this kind existed, for state that
-            is not `by_parameter`; None if the next exchange must then be complete.
         starts: If every replica has a part of each tensor of its own, or none: the position of its first entry in the
             flat local tensor, by parameter name. None for whole tensors.
     """
@@ -69,7 +67,6 @@ class State:
     on_migration: Literal["gradient", "pending", "displacement", "model", "copy", "rebuild"]
     by_parameter: bool = True
     packed: bool = False
-    if_absent: float | None = None
     starts: Mapping[str, int] | None = None
 
     @property

@@ -464,10 +464,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
         """
         saved = state_dict.get("replica")
-        divides = self.methods[0].divides_optimizer_state
-        setup_checks.raise_on_all_ranks(
-            self.collectives, setup_checks.state_mismatch(saved, self._layout(), len(self.weights), divides)
-        )
+        setup_checks.raise_on_all_ranks(self.collectives, setup_checks.state_mismatch(saved, self._layout()))
         assert saved is not None
         # Tensors that are still in use are copied, because the load begins to overwrite them.
         in_use = {values.data_ptr() for values in tree_leaves(self._replica_state()) if isinstance(values, Tensor)}
@@ -483,7 +480,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             one.optimizer.load_state_dict(saved["optimizers"][i])
             self.weights[i + 1] = ReplicaWeights.of(one.shards, one.optimizer)
         self.replicas.run(lambda i: self.methods[i].load_state_dict(saved["methods"][i]))
-        for usual, values in zip(self.guard.usual_norms, saved.get("usual_norms", ()), strict=False):
+        for usual, values in zip(self.guard.usual_norms, saved["usual_norms"], strict=True):
             usual.copy_(values)
         self.attempted_steps = saved["attempted_steps"]
         self.guard.skipped, self.guard.skipped_in_a_row = saved["skipped"]

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_scape.core.parameters import Shard, copies_key, stored
-from torchtitan_scape.core.renamed_keys import removed_keys, with_present_keys
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
@@ -289,38 +288,26 @@ def refuse_dcp(caller: str) -> None:
         )
 
 
-def state_mismatch(saved: dict[str, Any] | None, present: dict[str, Any], weights: int, divides: bool) -> str:
+def state_mismatch(saved: dict[str, Any] | None, present: dict[str, Any]) -> str:
     """Return why the saved state of a rank cannot be loaded on this one, or an empty string.
 
     Args:
         saved: the entry "replica" of `ReplicaOptimizer.state_dict`.
         present: the layout of this rank.
-        weights: number of replicas of this process with weights of their own.
-        divides: whether every replica has the optimizer's state of its parts only.
     """
     if saved is None:
         return (
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state)"
         )
-    section = f"sync.{saved['layout']['method']}"
-    layout = with_present_keys(saved["layout"], section)
-    for key, value in (present | dict.fromkeys(removed_keys(layout, section))).items():
-        if key == "shard" and key not in layout:  # earlier versions did not save it
+    for key, value in present.items():
+        if saved["layout"].get(key) == value:
             continue
-        if layout.get(key) == value:
-            continue
-        different = f"the saved state has {key}={layout.get(key)!r}, this run has {value!r}; "
+        different = f"the saved state has {key}={saved['layout'].get(key)!r}, this run has {value!r}; "
         if key in ("replica", "shard"):
             return f"{different}ranks differ, so every rank has to load the file that it saved. {DCP}"
         return (
             f"{different}the file of a rank needs the layout and options that saved it. To change them, load the files "
             f"with these, and save once more. {DCP}"
         )
-    if divides and "applied_steps" not in saved["methods"][0]:
-        return (
-            "the saved state is that of an earlier version, where the optimizer had all moments; use checkpoint_states"
-        )
-    if len(saved["weights"]) != weights:
-        return "the saved state lacks weights of a replica, as those of earlier versions; use checkpoint_states"
     return ""

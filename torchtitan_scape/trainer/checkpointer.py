@@ -360,8 +360,7 @@ class ReplicaCheckpointer(CheckpointManager):
         messages = []
         if OPTIMIZER not in excluded:
             reader = StateReader(path, saved, self._optimizers, self._layout)
-            step = self.states["train_state"].step
-            messages.append(migrate(self._optimizers, reader, same_layout, step))
+            messages.append(migrate(self._optimizers, reader, same_layout))
             if same_layout and MODEL not in excluded:
                 reader.fill_weights()
             elif self._optimizers.levels is not None:

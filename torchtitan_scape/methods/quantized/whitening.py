@@ -313,7 +313,7 @@ def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[
         for name, size, side in zip(("left", "right"), basis.shape, (basis.left, basis.right), strict=True):
             if side.whitened:
                 key = f"basis.{shard.name}.{name}.backward"
-                shape = saved.get(key, {}).get(rank, (0, 0))  # (size, size) before bases had blocks
+                shape = saved.get(key, {}).get(rank, (0, 0))
                 readable = readable and shape[-2] == shape[-1] and math.prod(shape) == size * shape[-1] > 0
                 wanted[f"{key}.{rank}"] = side.backward = torch.empty(shape, dtype=torch.float32, device="cpu")
     if not reader.all_agree(readable):

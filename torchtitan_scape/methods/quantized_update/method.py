@@ -305,9 +305,7 @@ class QuantizedUpdate(Method, EarlyExchange):
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
         if self._bases is not None:
             start = {name: self._basis_start}
-            # Before the start was saved, all bases began with the first step of the run.
-            states.append(self._bases.state())
-            states.append(State("basis_start", start, False, "rebuild", by_parameter=False, if_absent=0.0))
+            states += [self._bases.state(), State("basis_start", start, False, "rebuild", by_parameter=False)]
         return states
 
     def declared_states(self) -> list[State]:
