@@ -49,7 +49,7 @@ METHODS = {
         "--sync.scape.code=int8",
         "--sync.scape.chunk_bytes=100000",
     ],
-    "scape-offload": ["--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master"],
+    "scape-offload": ["--sync.scape.offload=state"],
     "scape-gather": ["--sync.scape.density=0.1", "--sync.scape.update=sharded"],
     "scape-gather-2bit": [
         "--sync.scape.density=0.1",
@@ -61,7 +61,7 @@ METHODS = {
         "--sync.scape.update=sharded",
         "--sync.scape.code=int8",
         "--sync.scape.weights_dtype=bfloat16",
-        "--sync.scape.offload=state,master",
+        "--sync.scape.offload=state",
     ],
     "topk": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.block_size=64", "--optimizer.name=AdamW"],
     "topk-adams": ["--sync.method=topk", "--sync.topk.density=0.05", "--sync.topk.density_warmup_steps=3"],

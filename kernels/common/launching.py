@@ -168,13 +168,8 @@ class TileSchedule:
         self._of_same: dict[tuple[int, int], tuple[Any, Any, list[tuple[Tensor, bool, Any]]]] = {}
         self._whole = tuple([(i, 0, -(-n // block_size)) for i, n in enumerate(sizes)])
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """Constants of the kernels that depend on the tiles."""
-        return {"ROWS": self.rows, "BYTES": self.bytes, "BLOCK": self.block_size}
-
     def units(self, width: int) -> dict[str, int]:
-        """Return `shape` for kernels whose tiles have parts of `width` entries instead of bytes."""
+        """Return the constants of kernels whose tiles have parts of `width` entries."""
         units = self.bytes * 8 // width
         return {"ROWS": self.rows, "UNITS": units, "WIDTH": width, "BLOCK": self.block_size}
 
@@ -250,26 +245,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, move
 class Writable:
     """Contiguous, writable versions of tensors, in `flat`. `store` copies back those that are not views.
 
-    masters: FP32 weights that are updated instead; the tensors are their copies in another dtype.
-
     Attributes:
         copies: Whether some are copies of the tensors' present values.
     """
 
-    def __init__(self, tensors: list[Tensor], masters: list[Tensor] | None = None) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        self.copies = masters is None and not all(t.is_contiguous() for t in tensors)
-        self.flat = [t.contiguous() for t in tensors] if self.copies else tensors if masters is None else masters
+        self.copies = not all(t.is_contiguous() for t in tensors)
+        self.flat = [t.contiguous() for t in tensors] if self.copies else tensors
 
     def store(self, numbers: range | None = None) -> None:
         """Copy the tensors of these indices back; all by default."""
         for i in numbers if numbers is not None else range(len(self.flat)):
             if self.flat[i] is not self._tensors[i]:
                 self._tensors[i].copy_(self.flat[i].view(self._tensors[i].shape))
-
-
-def as_flag(applied: Tensor) -> Any:
-    """Return a bool tensor as the bytes that kernels load."""
-    from torchtitan_scape.kernels.common.reinterpreted import Reinterpreted  # Triton may not be installed
-
-    return Reinterpreted(applied, torch.uint8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
-from torchtitan_scape.kernels.common.host_memory import register
+from torchtitan_scape.kernels.common.host_memory import check_host_memory, register
 
 # [first, end) of tensor indices
 TensorRange = tuple[int, int]
@@ -112,6 +112,23 @@ class TripleBuffer:
         """Return True if the flat buffer is larger than the buffers on the device."""
         return entries > BUFFERS * _largest(spans)
 
+    def walk(self, part: TensorRange, parts: Sequence[TensorRange], changed: bool) -> Iterator[TensorRange]:
+        """Yield ranges of tensors that are on the device until the next iteration.
+
+        Args:
+            part: Range of tensors to iterate over.
+            parts: All ranges that the pass will process, in order; `part` is one of them.
+            changed: True if the caller writes to the tensors.
+        """
+        sequence = self.sequence(parts)
+        following = dict(zip(sequence, [*sequence[1:], None], strict=True))
+        for tensors in self.sequence((part,)):
+            if tensors == sequence[0]:
+                self._fetched.clear()  # of a pass that did not complete
+            self._acquire(tensors, following[tensors])
+            yield tensors
+            self._release(tensors, changed)
+
     def sequence(self, parts: Sequence[TensorRange]) -> list[TensorRange]:
         """Split ranges of tensors where a group ends."""
         key = tuple(parts)
@@ -126,14 +143,14 @@ class TripleBuffer:
             self._sequences[key] = pieces
         return self._sequences[key]
 
-    def acquire(self, tensors: TensorRange, following: TensorRange | None) -> None:
+    def _acquire(self, tensors: TensorRange, following: TensorRange | None) -> None:
         """Make the current stream wait for these tensors, and start copying the following ones to the device."""
         self._fetch(tensors)
         self._side.main_waits(self._fetched.pop(tensors))
         if following is not None:
             self._fetch(following)
 
-    def release(self, tensors: TensorRange, changed: bool) -> None:
+    def _release(self, tensors: TensorRange, changed: bool) -> None:
         """Copy the tensors back to the host if they were changed, after the work that is queued on them."""
         if changed:
             self._side.store(*self._both(tensors))
@@ -141,14 +158,10 @@ class TripleBuffer:
         # same tensors too, so that they are not fetched before they are on the host.
         self._free[self._buffer_of(tensors)] = self._side.released()
 
-    def discard_fetched(self) -> None:
-        """Discard tensors that were copied to the device for a pass that did not complete."""
-        self._fetched.clear()
-
     def finish(self) -> None:
         """Wait for all copies. `host` is up to date afterwards, and may be read and written."""
         self._side.finish()
-        self.discard_fetched()
+        self._fetched.clear()
 
     def _fetch(self, tensors: TensorRange) -> None:
         if tensors not in self._fetched:
@@ -171,27 +184,42 @@ class TripleBuffer:
         return self.buffers[buffer][start - begin : end - begin]
 
 
-def walk(
-    windows: Sequence[TripleBuffer], part: TensorRange, parts: Sequence[TensorRange], changed: bool
-) -> Iterator[TensorRange]:
-    """Yield ranges of tensors that are on the device until the next iteration.
+class StateStorage:
+    """FP32 state of several tensors in one flat buffer, initially zero, on the device or in host memory.
 
     Args:
-        windows: Buffers of the same tensors with the same groups.
-        part: Range of tensors to iterate over.
-        parts: All ranges that the pass will process, in order; `part` is one of them.
-        changed: True if the caller writes to the tensors.
+        spans: (start, end) of every tensor in the buffer, ascending.
+        entries: Size of the buffer.
+        offload: Store it in host memory, unless it would fit into the buffers on the device.
+        device: Device of the passes.
+
+    Attributes:
+        flat: The buffer; call `finish` before reading or writing it on the host.
+        tensors: Every tensor on the device, as passes access it.
+        window: Buffers on the device of a state in host memory, else None.
     """
-    sequence = windows[0].sequence(parts)
-    following = dict(zip(sequence, [*sequence[1:], None], strict=True))
-    for tensors in windows[0].sequence((part,)):
-        for window in windows:
-            if tensors == sequence[0]:
-                window.discard_fetched()
-            window.acquire(tensors, following[tensors])
-        yield tensors
-        for window in windows:
-            window.release(tensors, changed)
+
+    def __init__(self, spans: Sequence[tuple[int, int]], entries: int, offload: bool, device: torch.device) -> None:
+        self.window: TripleBuffer | None = None
+        if offload and TripleBuffer.saves_memory(spans, entries):
+            check_host_memory(4 * entries)
+            self.window = TripleBuffer(spans, entries, device)
+            self.flat, self.tensors = self.window.host, self.window.views
+        else:
+            self.flat = torch.zeros(entries, dtype=torch.float32, device=device)
+            self.tensors = [self.flat[start:end] for start, end in spans]
+
+    def kept(self) -> list[Tensor]:
+        """Return the stored tensors, up to date; on the host if offloaded."""
+        if self.window is None:
+            return self.tensors
+        self.finish()
+        return [self.flat[start:end] for start, end in self.window.spans]
+
+    def finish(self) -> None:
+        """Wait until host memory contains the current values of an offloaded state."""
+        if self.window is not None:
+            self.window.finish()
 
 
 def _largest(spans: Sequence[tuple[int, int]]) -> int:

@@ -7,13 +7,12 @@ from torch import Tensor
 class Flat:
     """A tensor as writable FP32 (n,), a view if possible. `store` copies the result back if it is not a view.
 
-    master: FP32 (n,) weights that are updated instead; the tensor is their copy in another dtype. Without a master, a
-        BF16 parameter loses updates that are smaller than its rounding error.
+    A BF16 parameter loses updates that are smaller than its rounding error.
     """
 
-    def __init__(self, tensor: Tensor, master: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self.flat = tensor.float().contiguous().view(-1) if master is None else master
+        self.flat = tensor.float().contiguous().view(-1)
 
     def store(self) -> None:
         """Copy the values to the tensor, unless `flat` is a view of it."""

@@ -16,7 +16,6 @@ from torchtitan_scape.kernels.common.launching import (
     Writable,
     addresses,
     aligned,
-    as_flag,
     to_device,
 )
 from torchtitan_scape.kernels.common.rates import Rates
@@ -200,7 +199,7 @@ class TritonUpdate:
                 full,
                 tables.rates.values,
                 corrections,
-                as_flag(applied),
+                applied,
                 factor,
                 moved=tables.entries * each / len(lists),
                 RULE=self._rule,
@@ -238,7 +237,7 @@ class TritonMuon:
         lists = tables.lists((gradients, directions, written.flat))
         moved = 12.0 * tables.entries + 2.0 * sum(d.numel() for d in directions)
         for listed, full, _ in lists:
-            flags = as_flag(applied), tables.one if factor is None else factor
+            flags = applied, tables.one if factor is None else factor
             tables.launch(triton_kernels.average_kernel, listed, full, weights, *flags, moved=moved / len(lists))
         written.store()
         return directions
@@ -253,6 +252,5 @@ class TritonMuon:
         lists = tables.lists((flat, written.flat))
         moved = 10.0 * tables.entries
         for listed, full, _ in lists:
-            flag = as_flag(applied)
-            tables.launch(triton_kernels.move_kernel, listed, full, on_device, flag, moved=moved / len(lists))
+            tables.launch(triton_kernels.move_kernel, listed, full, on_device, applied, moved=moved / len(lists))
         written.store()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.triton_passes import aligned_bytes, scale_type
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import AddressTable, as_flag, to_device
+from torchtitan_scape.kernels.common.launching import AddressTable, to_device
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES
 from torchtitan_scape.kernels.exchange import triton_kernels
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice, SentMessages
@@ -107,7 +107,7 @@ class BlockExchange:
                 *self._tables(each, tensors),
                 sent.messages,
                 each.tiles if sent.error is None else sent.error,
-                each.tiles if applied is None else as_flag(applied),
+                each.tiles if applied is None else applied,
                 *self._scalars(sent, factor),
                 warps=_WARPS,
                 moved=round((read if applied is None else read + second) * each.entries),
@@ -143,7 +143,7 @@ class BlockExchange:
                 sent.means if sent.stores_errors else sent.messages,
                 sent.means,
                 each.tiles if sent.error is None else sent.error,
-                as_flag(applied),
+                applied,
                 *self._scalars(sent, factor),
                 warps=_WARPS,
                 moved=round(moved * each.entries) + 8 * each.steps,
@@ -166,7 +166,7 @@ class BlockExchange:
                 (len(each.tiles),),
                 *self._tables(each, tensors),
                 messages,
-                as_flag(applied),
+                applied,
                 self._blocks,
                 self._bytes // 16,
                 factor,
@@ -216,7 +216,7 @@ class BlockExchange:
                 triton_kernels.move_kernel,
                 (len(each.tiles),),
                 *self._tables(each, tensors),
-                as_flag(applied),
+                applied,
                 self._blocks,
                 factor,
                 warps=_WARPS,

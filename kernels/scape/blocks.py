@@ -285,6 +285,11 @@ class Ownership:
             whole[piece.owner] += _aligned(piece.end - piece.start)
         return self.tensors.run_blocks * self.tensors.block_size + max(whole)
 
+    def row_entries(self, density: float, selection: str, multiple: int) -> int:
+        """Return the entries, padding included, of the part of a payload that each owner receives; see `rows`."""
+        counts = [self.layout.nnz(i, density, selection) for i in range(len(self.sparse))]
+        return self.rows([*counts, *(piece.end - piece.start for piece in self.whole)], multiple)[0]
+
     def rows(self, counts: Sequence[int], multiple: int = 1) -> tuple[int, list[int]]:
         """Lay out a payload with one row per owner.
 

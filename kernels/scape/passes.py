@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.common.storage import StateAllocation, Storage
+from torchtitan_scape.kernels.common.offload import StateStorage
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
 from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan
@@ -34,10 +34,8 @@ class ScapePasses:
         plan: Selection, and layout of the payload.
         device: Device of the tensors.
         owner: Slices of the sharded update, which are the tensors of its passes; None for the replicated update.
-        has_master: With the replicated update: the state contains FP32 master weights, and the bound parameters are
-            copies in a narrower dtype. With the sharded update this is `owner.scaled`.
         writes: Write new values to the bound parameters; false if another replica of this process writes them.
-        offload: Which of "state" and "master" are stored in host memory.
+        offload: Store the state in host memory.
         columns: Row length of each sparsified tensor, to scale the updates of newly entered entries by their staleness;
             None for no scaling.
 
@@ -61,9 +59,8 @@ class ScapePasses:
         device: torch.device,
         owner: ShardedUpdate | None = None,
         *,
-        has_master: bool = False,
         writes: bool = True,
-        offload: Sequence[str] = (),
+        offload: bool = False,
         columns: Sequence[int] | None = None,
     ) -> None:
         self.tensors, self.plan, self.device, self.owner, self.writes = tensors, plan, device, owner, writes
@@ -83,8 +80,7 @@ class ScapePasses:
             else:
                 self._buffer = owner.payload_layout(counts, plan)
         self.entries = self._buffer.entries if self._buffer else 0
-        has_master = has_master and writes if owner is None else owner.scaled
-        self.storage = Storage(self._allocations(has_master), offload, device)
+        self.storage = StateStorage(*self._state_spans(), offload, device)
         sizes = (
             self.entries,
             self.entries if owner is None else 0,
@@ -99,51 +95,34 @@ class ScapePasses:
 
     # ----------------------------------------------------------------------------- state and payload layout
 
-    def _allocations(self, has_master: bool) -> dict[str, StateAllocation]:
-        """Return the layout of each kind of state, padded to blocks or to 16 bytes so that all tensors are aligned.
+    def _state_spans(self) -> tuple[list[tuple[int, int]], int]:
+        """Return (start, end) of each tensor in the state, and the size of the state.
 
-        With a sharded update, tensors that are not sparsified have no state.
+        Tensors are padded to blocks or to 16 bytes, so that all are aligned. With a sharded update, tensors that are
+        not sparsified have no state.
         """
         padded = [blocks * self.layout.block_size for blocks in self.layout.blocks]
         padded += [0 if self.owner else -(-n // 4) * 4 for n in self.sizes[self.sparsified :]]
         starts = [0, *accumulate(padded)]
-        spans: Sequence[tuple[int, int]] = [
-            (a, a + min(n, limit)) for a, n, limit in zip(starts, self.sizes, padded, strict=False)
-        ]
-        master = state = spans, starts[-1]
-        if self.owner is not None:
-            master = self.owner.master_allocation()
-        return {"state": state, "master": master if has_master else ([], 0)}
+        spans = [(a, a + min(n, limit)) for a, n, limit in zip(starts, self.sizes, padded, strict=False)]
+        return spans, starts[-1]
 
     def store_moments(self) -> None:
         """Copy first moments that are outside the state between steps to the state."""
 
     @property
     def states(self) -> list[Tensor]:
-        return self.storage.tensors["state"]
+        return self.storage.tensors
 
-    @property
-    def masters(self) -> list[Tensor]:
-        return self.storage.tensors["master"]
-
-    def kept(self, kind: str) -> list[Tensor]:
-        """Return the stored tensors of "state" or "master", up to date; on the host if offloaded."""
+    def kept(self) -> list[Tensor]:
+        """Return the stored states, up to date; on the host if offloaded."""
         self.store_moments()
-        return self.storage.kept(kind)
+        return self.storage.kept()
 
     def finish(self) -> None:
         """Store the current values of the state, and wait until host memory contains those of offloaded state."""
         self.store_moments()
         self.storage.finish()
-
-    def start_master(self, parameters: list[Tensor]) -> None:
-        """Copy the parameters into the master weights, if there are any."""
-        masters = self.kept("master")
-        if masters and self.owner is not None:
-            self.owner.start_master(masters, parameters)
-        else:
-            for master, parameter in zip(masters, parameters, strict=bool(masters)):
-                master.copy_(parameter.reshape(-1))
 
     @property
     def compact(self) -> bool:
@@ -286,22 +265,19 @@ class ScapePasses:
 
     def walk(self, chunk: PayloadChunk, name: str) -> Iterator[PayloadChunk]:
         """Yield sub-chunks of `chunk` whose offloaded state is on the device for a pass: pack, squares or update."""
-        if not self.storage.windows:
+        window = self.storage.window
+        first_used = 0  # tensors before this one need no state
+        if self.owner is not None and name != "pack":
+            first_used = len(self.sizes)  # the owner's moments stay on the device; norm and update need no residual
+        elif name == "squares" and self.compact:
+            first_used = len(self.sizes)  # with a payload buffer the norm needs no state
+        elif name == "update" and self.leaves_state:
+            first_used = self.sparsified
+        if window is None or chunk.end <= first_used:
             yield chunk
             return
-        kinds: tuple[str, ...] = ("state", "master") if name == "update" else ("state",)
-        if self.owner is not None and name != "pack":
-            kinds = kinds[1:]  # the owner's moments stay on the device; norm and update need no residual
-        elif name == "squares" and self.compact:
-            kinds = ()  # with a payload buffer the norm needs no state
-        ranges = [(kinds, 0, len(self.sizes))]
-        if name == "update" and self.leaves_state:
-            sparsified = tuple(kind for kind in kinds if kind != "state")
-            ranges = [(sparsified, 0, self.sparsified), (kinds, self.sparsified, len(self.sizes))]
-        for used, low, high in ranges:
-            own, *every = [(max(p.first, low), min(p.end, high)) for p in (chunk, *self.parts)]
-            if own[0] >= own[1]:
-                continue
-            every = [(first, end) for first, end in every if first < end]
-            for first, end in self.storage.walk(used, own, every, changed=name != "squares"):
-                yield chunk if (first, end) == (chunk.first, chunk.end) else replace(chunk, first=first, end=end)
+        if chunk.first < first_used:
+            yield replace(chunk, end=first_used)
+        own, *every = [(max(p.first, first_used), p.end) for p in (chunk, *self.parts) if p.end > first_used]
+        for first, end in window.walk(own, every, changed=name != "squares"):
+            yield replace(chunk, first=first, end=end)

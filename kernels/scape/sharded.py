@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 from torchtitan_scape.kernels.common.launching import DeviceTable, to_device
-from torchtitan_scape.kernels.common.storage import StateAllocation
 from torchtitan_scape.kernels.scape.blocks import Ownership
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan
 
@@ -22,7 +21,7 @@ class ShardedUpdate:
     tensors that are not sparsified have none. For the entries that it owns, FP32 (ownership.share,), a replica also has
 
     - `common`: the first moment on A, and off A the part of the residual that is equal on all replicas;
-    - a master: FP32 weights, if the parameters are in BF16; new values are then sent in BF16.
+    - `master`: FP32 weights, if the parameters are in BF16; new values are then sent in BF16. Empty otherwise.
 
     The payload at the target density is a matrix with one row per owner.
 
@@ -46,6 +45,7 @@ class ShardedUpdate:
         self.slices = (*((p.tensor, p.start, p.end) for p in ownership.sparse), *whole)
         self.own = [i for i, piece in enumerate(ownership.pieces) if piece.owner == replica]
         self.common = torch.zeros(ownership.share, dtype=torch.float32, device=device)
+        self.master = torch.zeros(ownership.share if scaled else 0, dtype=torch.float32, device=device)
         count = len(ownership.pieces) if scaled else 0
         self.scales = torch.ones(count, dtype=torch.float64, device=device)
         self._decay_factors = DeviceTable(count, 1, torch.float64, device)
@@ -65,14 +65,6 @@ class ShardedUpdate:
     def share_of(self, buffer: Tensor, piece: int) -> Tensor:
         """Return an owned slice in a buffer of this replica's owned entries."""
         return buffer[self.ownership.buffer_offsets[piece] :][: self.sizes[piece]]
-
-    def master_allocation(self) -> StateAllocation:
-        """Return the layout of the master weights; empty for slices of other owners."""
-        spans, end = [], 0
-        for i, first in enumerate(self.ownership.buffer_offsets):
-            start, end = (first, first + self.sizes[i]) if self.owns(i) else (end, end)
-            spans.append((start, end))
-        return spans, self.ownership.share
 
     @property
     def longest_row(self) -> int:
@@ -125,12 +117,11 @@ class ShardedUpdate:
 
     # ------------------------------------------------------------------------------------ BF16 weights
 
-    def start_master(self, masters: list[Tensor], parameters: list[Tensor]) -> None:
-        """Copy the parameters of owned slices into the master weights."""
+    def start_master(self, parameters: list[Tensor]) -> None:
+        """Copy the parameters of owned slices into the master weights, if there are any."""
         parts = self.cut(parameters)
-        for i in self.own:
-            values = parts[i].reshape(-1).float()
-            masters[i].copy_(values * self.scales[i].float() if self.scaled else values)
+        for i in self.own if self.scaled else ():
+            self.share_of(self.master, i).copy_(parts[i].reshape(-1).float() * self.scales[i].float())
 
     def decay_scales(self, step: PassInputs, writes: bool) -> None:
         """Apply the weight decay of the step to the scales, if parameters are scaled and the step is applied.

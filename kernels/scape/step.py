@@ -15,7 +15,7 @@ class PassInputs:
     """Tensors of a step, sparsified ones first, and its scalars.
 
     Attributes:
-        parameters: Local shards, any floating-point dtype; written by `update`. With master weights, copies of these.
+        parameters: Local shards, any floating-point dtype; written by `update`, or by `write` with a sharded update.
         gradients: Contiguous, of any shape; their storage is used as scratch space.
         rates: Hyper-parameters of each tensor of the passes, in the order of their `sizes`.
         in_use: The current mask, A.

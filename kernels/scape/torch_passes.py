@@ -226,7 +226,7 @@ class TorchReplicated(TorchPasses):
             rates, indices = step.rates[i], self.indices(i)
             moment, update = self.moment_and_step(i, self._last_moment(i))
             if self.writes:
-                parameter = Flat(self.parameters[i], self.masters[i] if self.masters else None)
+                parameter = Flat(self.parameters[i])
                 decay_(parameter.flat, rates.lr * rates.weight_decay, step.applied)
                 update = gated(step.applied, update, torch.zeros_like(update))
                 if indices is None:
@@ -289,7 +289,7 @@ class TorchSharded(TorchPasses):
             moment, update = self.moment_and_step(i, self._last_of(i)[0])
             values = self._decayed(i, indices).sub_(update)
             if owner.scaled:
-                reference.write_(self.masters[i], indices, values, step.applied)
+                reference.write_(owner.share_of(owner.master, i), indices, values, step.applied)
             reference.write_(owner.share_of(owner.common, i), indices, moment, step.applied)
             payload.copy_(values)
             if owner.scaled:
@@ -318,7 +318,7 @@ class TorchSharded(TorchPasses):
         step = self.step
         rate = step.rates[piece].lr * step.rates[piece].weight_decay
         if self.owner.scaled:
-            master = self.masters[piece]
+            master = self.owner.share_of(self.owner.master, piece)
             decay_(master, rate, step.applied)
             return master.clone() if indices is None else master.index_select(0, indices)
         parameter = Flat(self.parameters[piece]).flat

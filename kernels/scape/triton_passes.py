@@ -13,7 +13,6 @@ from torchtitan_scape.kernels.common.launching import (
     TileSchedule,
     Writable,
     addresses,
-    as_flag,
     to_device,
 )
 from torchtitan_scape.kernels.common.rates import Rates
@@ -100,8 +99,7 @@ class TritonPasses(ScapePasses):
             # mt, or the quantization error, is added to the gradients' storage in FP32: other dtypes are copied.
             self.gradients = [g if g.dtype is torch.float32 else g.float() for g in step.gradients]
         if step.parameters is not self._parameters:
-            through_master = self.owner is None and self.masters
-            self.writable = Writable(step.parameters, self.masters if through_master else None)
+            self.writable = Writable(step.parameters)
             self._parameters = step.parameters
             self._written = addresses(self.writable.flat)
         known = addresses(self.gradients), [g.dtype for g in self.gradients], self._written
@@ -111,13 +109,8 @@ class TritonPasses(ScapePasses):
         if step.rates is not self._known_rates:
             set_rates(self._rates, self._betas, step.rates)
             self._known_rates = step.rates
-        self.applied = as_flag(step.applied)
         self._corrections: Tensor | None = None
         self._selection = self._allocate_selection(step.next_density)
-
-    def leave_out_update(self, unless: Tensor) -> None:
-        super().leave_out_update(unless)
-        self.applied = as_flag(self.step.applied)
 
     def begin_step(self) -> None:
         """Prepare the state for the bound step. The pointer table is still that of the last one."""
@@ -338,7 +331,7 @@ class TritonPasses(ScapePasses):
                     selection,
                     k,
                     self._own_block,
-                    self.applied,
+                    self.step.applied,
                     form=form,
                     width=4 if how == "none" else 8,
                     ALIGNED_TILE=full,
@@ -384,7 +377,7 @@ class TritonPasses(ScapePasses):
                     fresh,
                     relative,
                     step.clip,
-                    self.applied,
+                    self.step.applied,
                     form=form,
                     ALIGNED_TILE=full,
                     DTYPE=DTYPES[dtype],
@@ -461,9 +454,10 @@ class TritonReplicated(TritonPasses):
             return
         in_use, previous = self._masks
         lists = self.lists_of(in_use if applied is not None else None, previous if self.moments_in_payload else None)
-        flag = as_flag(torch.zeros((), dtype=torch.bool, device=self.device) if applied is None else applied)
+        flag = torch.zeros((), dtype=torch.bool, device=self.device) if applied is None else applied
         count = self.sparsified
-        for first, end in self.storage.walk(("state",), (0, count), [(0, count)], changed=True):
+        window = self.storage.window
+        for first, end in [(0, count)] if window is None else window.walk((0, count), [(0, count)], changed=True):
             ranges = tuple(r for r in self.sparse if first <= r[0] < end)
             for listed, _, _ in self.tiles.lists(ranges, self.any_kinds):
                 launching.launch(
@@ -550,10 +544,11 @@ class TritonSharded(TritonPasses):
         ]
 
     def owned_addresses(self, i: int) -> tuple[int, int]:
-        if not self.owner.owns(i):
+        owner = self.owner
+        if not owner.owns(i):
             return 0, 0
-        common = self.owner.share_of(self.owner.common, i).data_ptr()
-        return common, self.masters[i].data_ptr() if self.masters else 0
+        master = owner.share_of(owner.master, i).data_ptr() if owner.scaled else 0
+        return owner.share_of(owner.common, i).data_ptr(), master
 
     def pack(self, chunk: PayloadChunk) -> None:
         for part in self.walk(chunk, "pack"):
@@ -584,7 +579,7 @@ class TritonSharded(TritonPasses):
                     listed,
                     self.owner.value_buffer(self.payload),
                     self.list_in_use(form),
-                    self.applied,
+                    self.step.applied,
                     form=form,
                     ALIGNED_TILE=full,
                     DTYPE=DTYPES[dtype],

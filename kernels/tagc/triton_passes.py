@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape import triton_masks
 from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
 from torchtitan_scape.kernels.scape.reference import mask_indices
@@ -82,7 +81,7 @@ def pack(
         own,
         out,
         x if rest is None else rest,
-        index if applied is None else as_flag(applied),
+        index if applied is None else applied,
         x.numel(),
         blocks,
         capacity,

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
@@ -162,7 +161,7 @@ class TritonCosine:
             launching.launch(
                 components_kernel,
                 (len(form.programs),),
-                *(*tables, basis.rows, basis.columns, message, values, as_flag(applied)),
+                *(*tables, basis.rows, basis.columns, message, values, applied),
                 *(beta, factor, form.k, code.nbytes, code.unary, code.low, *sides),
                 warps=8,
                 moved=16 * form.entries - (1 - form.share) * (message.nbytes + values.nbytes),

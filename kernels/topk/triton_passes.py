@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import as_flag
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.topk import triton_kernels
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
@@ -46,7 +45,7 @@ class TritonTopk:
             launching.launch(
                 triton_kernels.select_kernel,
                 (len(form.programs),),
-                *(*tables, message, values, as_flag(applied)),
+                *(*tables, message, values, applied),
                 *(decay, factor, form.k, code.nbytes, code.unary, code.low),
                 warps=max(1, min(16, form.padded // _PER_WARP)),
                 moved=12 * form.entries - (1 - form.share) * (message.nbytes + values.nbytes),
@@ -61,7 +60,7 @@ class TritonTopk:
             launching.launch(
                 triton_kernels.keep_kernel,
                 (len(form.programs),),
-                *(*tables, message, errors, as_flag(applied), form.k),
+                *(*tables, message, errors, applied, form.k),
                 warps=_warps(form),
                 moved=touched - (1 - form.share) * (message.nbytes + errors.nbytes),
                 **_code(form),

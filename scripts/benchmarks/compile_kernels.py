@@ -53,7 +53,7 @@ from torchtitan_scape.methods.topk.messages import TopkMessages
 PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
 RATES = Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)
-_INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
+_INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8", torch.bool: "i1"}
 _TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", **_INTEGERS}
 # Options of `_scape_step`. The default step is taken as well.
 REPLICATED_STEPS: list[dict[str, Any]] = [

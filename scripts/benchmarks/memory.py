@@ -30,10 +30,10 @@ from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
-from torchtitan_scape.kernels.common import storage
+from torchtitan_scape.kernels.common import offload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes
+from torchtitan_scape.methods.scape.payload import block_layout, payload_entries
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.torch_version import fsdp_parameter_group
 
@@ -54,16 +54,10 @@ STATES = {
     "dense AdamS": PlannedRun(DenseOptions(), "AdamS"),
     "SCAPE replicated": scape(),
     "SCAPE replicated, offload state": scape(offload=["state"]),
-    "SCAPE replicated, BF16 weights, offload master": scape(weights_dtype="bfloat16", offload=["master"]),
-    "SCAPE replicated, BF16 weights, offload state, master": scape(
-        weights_dtype="bfloat16", offload=["state", "master"]
-    ),
     "SCAPE sharded": scape(update="sharded"),
     "SCAPE sharded, offload state": scape(update="sharded", offload=["state"]),
     "SCAPE sharded, master at its owner alone": scape(**OWNER_ONLY),
-    "SCAPE sharded, master at its owner alone, offload master": scape(**OWNER_ONLY, offload=["master"]),
     "SCAPE sharded, master at its owner alone, offload state": scape(**OWNER_ONLY, offload=["state"]),
-    "SCAPE sharded, master at its owner alone, offload state, master": scape(**OWNER_ONLY, offload=["state", "master"]),
 }
 
 
@@ -74,12 +68,13 @@ def measured(run: PlannedRun, shapes: tuple[Shape, ...]) -> tuple[float, float]:
     optimizer: Any = None  # kept until the bytes are counted
     if isinstance(options, ScapeOptions):
         if options.weights_dtype == "bfloat16":
-            hold_in_bfloat16(model, scaled=options.update == "sharded")
+            hold_in_bfloat16(model, scaled=True)
         # Host memory is reserved, not used. The buffers are those of a GPU; no kernel is launched.
-        with replaced(storage, "check_host_memory", lambda *_: None), environment(TRITON_INTERPRET="1"):
+        with replaced(offload, "check_host_memory", lambda *_: None), environment(TRITON_INTERPRET="1"):
             world, kernels = dist.group.WORLD, "triton"
             optimizer = Scape(model.named_parameters(), lr=1e-3, options=options, replicas=world, kernels=kernels)
-        host = sum(window.host.nbytes for window in optimizer.method.passes.storage.windows.values())
+        state = optimizer.method.passes.storage
+        host = 0 if state.window is None else state.flat.nbytes
     elif run.optimizer == "AdamS":
         optimizer = AdamS(model.named_parameters(), lr=1e-3)
     else:
@@ -116,7 +111,7 @@ def workload_table(workload: Workload) -> str:
             "over the host link a step, GB: predicted": sum(run.options.host_link_traffic(local, REPLICAS)),
         }
         rows.append(row | {title: f"{nbytes / 1e9:.3f}" if host else "" for title, nbytes in offloaded.items()})
-    n, payload = workload.parameters, payload_bytes(shapes, DENSITY)
+    n, payload = workload.parameters, 4 * payload_entries(shapes, DENSITY)
     over, allowed = found["SCAPE replicated"][0] - dense, n / 4 + 2 * payload
     rates = STATES["SCAPE replicated"].total_memory(workload, 1, REPLICAS, 1)["rates of visits"]
     return f"""### {workload.name}: {n:,} parameters
@@ -127,7 +122,7 @@ SCAPE replicated over dense AdamS: {over / 1e6:.1f} MB. n/4 bytes and two payloa
 {allowed / 1e6:.1f} MB ({n / 4e6:.1f} + 2 x {payload / 1e6:.1f}): {100 * (over / allowed - 1):+.1f} %.
 {rates / 1e6:.1f} MB are the rates at which the mask visits rows and columns (none without
 `staleness_scaling`). Within a step the selection of the own run comes on top, \
-{mask_bytes(shapes, DENSITY, REPLICAS) / 1e6:.1f} MB."""
+{block_layout(shapes, REPLICAS, 1024).wire_bytes(DENSITY, "block") / 1e6:.1f} MB."""
 
 
 def states_table(args: argparse.Namespace) -> str:
@@ -215,7 +210,7 @@ def held(trainer: Any) -> dict[str, float]:
     method: Any = optimizers.methods[0]
     fake_mode: Any = local(weights[0]).fake_mode  # type: ignore[attr-defined]
     if method.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload are extra
-        kinds["state"] = nbytes([method.passes.storage.flat["state"]])
+        kinds["state"] = nbytes([method.passes.storage.flat])
     else:
         with fake_mode, torch.no_grad():
             for group in optimizer.param_groups:

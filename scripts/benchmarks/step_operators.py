@@ -136,7 +136,7 @@ class StepCounter(TorchDispatchMode):
         # Messages are given as words and as scales; unused arguments are another argument once more.
         distinct = {
             (each.untyped_storage()._cdata, each.storage_offset() * each.element_size(), each.nbytes): each
-            for each in self._tensors([getattr(tensor, "base", tensor) for tensor in tensors])  # of `Reinterpreted`
+            for each in self._tensors(tensors)
         }
         self.count.bytes += sum(map(tensor_bytes, distinct.values()))
 

@@ -123,7 +123,7 @@ def least_bytes(optimizer: Scape, shapes: Sequence[Shape]) -> dict[str, float]:
     model, cost = LocalModel.of_shapes(shapes), optimizer.method.options
     least = cost.pass_bytes(model, REPLICAS)
     if "coding" in least:
-        errors = cost.carry_bytes(model)
+        errors = cost.carry_bytes(model.shapes)
         least["exchange"] = least.pop("coding") - errors
         least["pack"] += errors
     return least

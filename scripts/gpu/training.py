@@ -28,7 +28,7 @@ SMOKE = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.s
 SMOKE += ["--lr_scheduler.warmup_steps=1"]
 # A recipe of train_configs/methods, and options. A replica alone sends nothing, and codes nothing; Muon and
 # `quantized_update` are compared with two simulated replicas.
-OFFLOADED = ("--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state,master")
+OFFLOADED = ("--sync.scape.update=sharded", "--sync.scape.weights_dtype=bfloat16", "--sync.scape.offload=state")
 TWO = ("--topology.simulate_replicas=2", "--optimizer.beta1=0.95")
 TIMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw": ("adamw", ()),

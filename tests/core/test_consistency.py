@@ -32,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "local": {},
     "warm-up": {"density_warmup_steps": 5, "selection": "tensor", "staleness_scaling": False},
     "odd blocks": {"block_size": 24},
-    "bf16": {"bf16_weights": True, "offload": ["state", "master"], "code": "int8"},
+    "offload": {"offload": ["state"], "code": "int8"},
     "gather": {"update": "sharded", "offload": ["state"]},
     "gather bf16": {"update": "sharded", "bf16_weights": True},
 }
@@ -158,11 +158,11 @@ def test_a_flipped_bit_is_detected_and_named(form: str, replicas: int) -> None:
 
     run_replicas(replicas, work)
     assert {None, "mask", "previous mask"} <= seen
-    assert ("master" in seen) == (form == "bf16") and ("scale" in seen) == (form == "gather bf16")
+    assert ("scale" in seen) == (form == "gather bf16")
     assert ("visit rates" in seen) == (form != "warm-up")
 
 
-@pytest.mark.parametrize("form", ["local", slow("bf16"), "gather bf16"])
+@pytest.mark.parametrize("form", ["local", slow("offload"), "gather bf16"])
 def test_an_immediate_repair_leaves_no_trace(form: str) -> None:
     """Parameters of all steps and the final state equal those of an undisturbed run, per-replica residuals included."""
 
@@ -197,7 +197,7 @@ def test_an_immediate_repair_leaves_no_trace(form: str) -> None:
 
 def state_on_mask(optimizer: Scape) -> list[Tensor]:
     """Return the state of every tensor of the passes, zero outside the mask on which it is replicated."""
-    layout, states = optimizer.method.masks.layout, optimizer.method.passes.kept("state")
+    layout, states = optimizer.method.masks.layout, optimizer.method.passes.kept()
     bits = [layout.bits(optimizer.method.masks.previous, i) for i in range(len(layout.sizes))]
     return [
         s.clone() if b is None else torch.where(unpack_bits(b, s.numel()), s, 0.0)
@@ -207,7 +207,7 @@ def state_on_mask(optimizer: Scape) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "form, hit",
-    [("local", "moment"), slow("bf16", "parameter"), slow("gather", "parameter"), ("gather bf16", "parameter")],
+    [("local", "moment"), slow("offload", "parameter"), slow("gather", "parameter"), ("gather bf16", "parameter")],
 )
 def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
     """A bit flips after step 6, and the check runs at step 9. A flipped moment, which is not hashed, is visible in the
@@ -220,13 +220,12 @@ def test_a_later_repair_makes_replicas_equal_again(form: str, hit: str) -> None:
             optimizer.finish_previous_step()
             if step == 6 and collectives.replica == 1:
                 if hit == "moment":
-                    states = optimizer.method.passes.kept("state")
+                    states = optimizer.method.passes.kept()
                     for state, held in zip(states, state_on_mask(optimizer), strict=True):
                         state[held != 0] *= 1.5
                 else:
-                    # With "local", BF16 weights are rewritten from each replica's master.
                     parts = optimizer.method.replicated_tensors()[0].parts
-                    flip(next(part for kind, part in parts if kind == ("master" if form == "bf16" else None)), 20)
+                    flip(next(part for kind, part in parts if kind is None), 20)
             if step == 9:
                 assert not check(optimizer, collectives, step, repair=True)
             if step > 9:

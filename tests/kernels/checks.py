@@ -269,7 +269,7 @@ def check_update(
             assert bool(((parameters[i].double() - expected).abs() <= bound + 1e-30).all()), "parameter"
         else:
             assert torch.equal(parameters[i], before[i]), "another replica's parameter"
-        state = kernel.kept("state")[i]
+        state = kernel.kept()[i]
         assert torch.equal(state[~on], residuals[i][~on]), "residual"
         assert bool(((state[on].double() - m).abs() <= m_error + 1e-30).all()), "moment"
     assert abs(float(squares) - exact_squares) <= error_squares + 1e-30
@@ -280,7 +280,7 @@ def check_skipped(case: Case) -> None:
     masks = case.mask(case.in_use, case.seed + 2), case.mask(case.previous, case.seed + 3)
     kernel = case.passes(triton_passes)
     parameters = case.draw(case.parameter_dtype, case.seed + 5)
-    persistent = [kernel.storage.flat["state"], *parameters, masks[0].bits, masks[1].bits]
+    persistent = [kernel.storage.flat, *parameters, masks[0].bits, masks[1].bits]
     persistent += [kernel.visits.rates] if kernel.visits else []
     before = [t.clone() for t in persistent]
     gradients = [torch.full_like(g, float("nan")) for g in case.draw(case.gradient_dtype, 0)]

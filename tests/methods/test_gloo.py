@@ -41,7 +41,7 @@ def train_plain(**options: Any) -> dict[str, Any]:
         history.append([p.detach().clone() for p in parameters])
     figures = optimizer.metrics()
     tensors = range(len(optimizer.method.passes.layout.sizes))
-    on_mask = [optimizer.method.passes.kept("state")[i][positions(optimizer, i)] for i in tensors]
+    on_mask = [optimizer.method.passes.kept()[i][positions(optimizer, i)] for i in tensors]
     optimizer.finish_previous_step()
     return {
         "history": history,

@@ -12,15 +12,14 @@ from tests.replicas import run_replicas
 from torchtitan_scape import Scape
 from torchtitan_scape.core.workloads import LocalModel, Shapes
 from torchtitan_scape.methods.options import share_of_dense
-from torchtitan_scape.methods.scape.budget import BLOCK, MAX_ENTRIES, fit_to_budget
-from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.methods.scape.options import BUDGET_BLOCK, BUDGET_ENTRIES, ScapeOptions
 
 LARGE: Shapes = [(4096, 1024)] * 8 + [(1024,)] * 8
 SMALL: Shapes = [(260, 80), (80,), *[(80, 80)] * 8]
 
 
 def within(budget: float, shapes: Shapes, replicas: int, **options: Any) -> ScapeOptions:
-    return fit_to_budget(ScapeOptions(**options), budget, LocalModel.of_shapes(shapes), replicas)
+    return ScapeOptions(bytes=budget, **options).resolve(shapes, replicas)
 
 
 def share(options: ScapeOptions, shapes: Shapes, replicas: int) -> float:
@@ -38,7 +37,7 @@ def test_the_chosen_options_use_the_budget_without_exceeding_it(budget: float, r
 
 def test_a_large_budget_is_not_fully_used() -> None:
     assert within(0.12, LARGE, 4) == within(0.05, LARGE, 4)
-    assert within(0.05, LARGE, 4).density == pytest.approx(MAX_ENTRIES / BLOCK)
+    assert within(0.05, LARGE, 4).density == pytest.approx(BUDGET_ENTRIES / BUDGET_BLOCK)
 
 
 @pytest.mark.parametrize("replicas", [4, 64])

@@ -20,7 +20,7 @@ from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import mask_bytes, payload_bytes, payload_entries, sector_bytes
+from torchtitan_scape.methods.scape.payload import block_layout, payload_entries, sector_bytes
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
@@ -59,19 +59,19 @@ def test_payload_and_mask_sizes_equal_those_of_the_kernels(
     entries = sum(layout.nnz(i, density, "block") for i in range(len(sparse)))
     entries += sum(math.prod(s) for s in shapes if len(s) == 1)
     assert payload_entries(shapes, density, block) == entries
-    assert payload_bytes(shapes, density, "bfloat16", block) == 2 * entries
-    assert mask_bytes(shapes, density, replicas, block) == layout.wire_bytes(density, "block")
+    assert block_layout(shapes, replicas, block) == layout
 
 
 def test_an_encoded_payload_costs_its_message_bytes() -> None:
     """A block of 128 entries has 4 bits per entry and a scale of 2 bytes; a partial block counts as a full one."""
-    assert encoded_size("float32") is None and payload_bytes(SHAPES, 0.1) == 4 * payload_entries(SHAPES, 0.1)
+    assert encoded_size("float32") is None
     bfloat16 = encoded_size("bfloat16")
     assert bfloat16 is not None and bfloat16(1000) == 2000
     for code in FORMATS:
         coded = encoded_size(code)
         assert coded is not None and coded(1000) == coded(1024) == MessageSize(code)(1024)
-    assert payload_bytes(((8 * 1024, 1024),), 0.125, "int4") == 2**20 // 128 * 66
+    (payload, _) = calls(ScapeOptions(density=0.125, code="int4"), 2, LocalModel.of_shapes([(8 * 1024, 1024)]))
+    assert payload.message_bytes is not None and payload.message_bytes(payload.count) == 2**20 // 128 * 66
     assert (dtype_bytes("float32"), dtype_bytes("bfloat16")) == (4, 2)
     known = "float32, bfloat16, int8, int4, e2m1, e3m0, 2bit, 1bit"
     with pytest.raises(ValueError, match=f"'fp8'; it must be one of {known}"):
@@ -314,7 +314,7 @@ def test_owners_receive_the_payload_and_send_their_values(code: str, dtype: str,
     assert 0 <= payload.count - payload_entries(SHAPES, 0.01) < 4 * 1024, "rows are as long as the longest"
     assert payload.message_bytes == encoded_size(code)
     assert (new.kind, new.message_bytes) == ("all_gather", None)
-    assert masks.hidden and masks.count == mask_bytes(SHAPES, 0.01, 4)
+    assert masks.hidden and masks.count == block_layout(SHAPES, 4, 1024).wire_bytes(0.01, "block")
 
 
 def test_impossible_runs_are_refused() -> None:
@@ -352,20 +352,19 @@ def test_memory_counts_every_kind() -> None:
 
 
 def test_offloaded_states_leave_three_buffers() -> None:
-    """On one of 4 ranks. The share of one of 64 owners is smaller than the buffers, and stays on the device."""
+    """On one of 4 ranks. An owner's moments and master stay on the device."""
     w = get_workload("llama_1_8b")
     n, largest = 4 * w.parameters, 4 * 32000 * 2560
     plain, model = PlannedRun(ScapeOptions(density=0.01)).total_memory(w, 1, 4, 1), w.local(1)
-    options = ScapeOptions(density=0.01, weights_dtype="bfloat16", offload=["state", "master"])
+    options = ScapeOptions(density=0.01, offload=["state"])
     local = PlannedRun(options)
     found, host = local.total_memory(w, 1, 4, 1), options.host_memory(model, 4)
-    assert host == {"state": n, "master": n} and found["offload buffers"] == 6 * largest
-    assert sum(plain.values()) - sum(found.values()) == n + n / 2 - 6 * largest
+    assert host == {"state": n} and found["offload buffers"] == 3 * largest
+    assert sum(plain.values()) - sum(found.values()) == n - 3 * largest
     whole = 4 * sum(math.prod(shape) for shape in model.shapes if len(shape) < 2)
-    assert options.host_link_traffic(model, 4) == (2 * n, 2 * n + 2 * whole)
-    gather = PlannedRun(replace(options, update="sharded"))
-    assert set(gather.options.host_memory(model, 4)) == {"state", "owned master"}
-    assert set(gather.options.host_memory(model, 64)) == {"state"}
+    assert options.host_link_traffic(model, 4) == (2 * n, 2 * whole)
+    gather = PlannedRun(replace(options, update="sharded", weights_dtype="bfloat16"))
+    assert set(gather.options.host_memory(model, 4)) == set(gather.options.host_memory(model, 64)) == {"state"}
     pack, rest = gather.options.host_link_traffic(model, 4)
-    assert pack == pytest.approx(2 * n, rel=1e-3) and rest == pytest.approx(2 * n / 4, rel=1e-3)
+    assert pack == pytest.approx(2 * n, rel=1e-3) and rest == 0
     assert gather.total_memory(w, 1, 64, 1)["owned master"] == pytest.approx(n / 64, rel=1e-3)

@@ -27,22 +27,20 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     scape = optimizers.methods[0] if optimizers.methods[0].holds_optimizer_state else None
     if scape is not None:
         passes, masks = scape.passes, scape.masks
-        found["state"] = passes.storage.flat["state"].nbytes
+        found["state"] = passes.storage.flat.nbytes
         selection = masks.layout.wire_bytes(passes.density, passes.selection)  # made in a step
         found["masks"] = masks.in_use.bits.nbytes + masks.previous.bits.nbytes + selection
         found["payload"] = passes.payload.nbytes + passes.moment_on_mask.nbytes + 2 * passes.code_residual.nbytes
         visits = passes.visits
         tables = [t for t in vars(visits).values() if isinstance(t, torch.Tensor)] if visits else []
         found["rates of visits"] = sum(t.nbytes for t in tables)
-        if passes.owner is not None:
-            master = passes.storage.flat["master"].nbytes
-            found |= {"owned moments": passes.owner.common.nbytes, "owned master": master}
-        else:
-            found["master"] = passes.storage.flat["master"].nbytes
-        found["offload buffers"] = sum(b.nbytes for window in passes.storage.windows.values() for b in window.buffers)
+        if (owner := passes.owner) is not None:
+            found |= {"owned moments": owner.common.nbytes, "owned master": owner.master.nbytes}
+        if passes.storage.window is not None:
+            found["offload buffers"] = sum(b.nbytes for b in passes.storage.window.buffers)
     assert trainer.memory is not None
     kinds, host = trainer.memory.kinds, trainer.memory.host
-    assert len(host) == (len(passes.storage.windows) if scape else 0) and not kinds.keys() & host.keys()
+    assert bool(host) == (scape is not None and passes.storage.window is not None) and not kinds.keys() & host.keys()
     kinds = kinds | host
     trainer.close()
     return kinds, found

@@ -213,7 +213,7 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
             "method = 'topk' is not supported with .*weights = 2; set 'dense' or",
         ),
         (
-            [*on(2, 4), "--sync.method=scape", *METHODS["scape-offload"]],
+            [*on(2, 4), "--sync.method=scape", *METHODS["scape-gather-bf16"]],
             'weights_dtype = "bfloat16" is not supported with',
         ),
         ([*on(2, 4), "--sync.method=dense", "--sync.overlap"], "overlap = true is not supported with"),

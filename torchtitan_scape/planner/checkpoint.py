@@ -46,7 +46,7 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
         owned = replicas * kinds.get("owned moments", 0.0)
         sizes["residual" if owned else "moment and residual"] = kinds["state"] * (0 if owned and rows == 1 else rows)
         sizes |= {"masks": float(model.entries), "moments": owned}
-        sizes["masters"] = replicas * kinds.get("owned master", 0.0) + kinds.get("master", 0.0)
+        sizes["masters"] = replicas * kinds.get("owned master", 0.0)
         if kinds["parameters"] < sizes["parameters"]:
             sizes["BF16 weights"] = kinds["parameters"]
         return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}

@@ -127,7 +127,7 @@ def _read(path: Path) -> PassRates | None:
 
 
 def _rates(result: dict[str, Any]) -> Sequence[Rate]:
-    """Return the rates of one model. The code's part of packing belongs to the other passes, as in `ScapeCost`."""
+    """Return the rates of one model. The code's part of packing belongs to the other passes, as in `ScapeOptions`."""
     all_rates, entries = [], result["settings"][0]["entries"]
     for kind, name in (("adamw", "fused AdamW"), ("adams", "dense AdamS")):
         rate = result["dense"][name]["bytes_a_second"]

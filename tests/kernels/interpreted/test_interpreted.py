@@ -103,7 +103,7 @@ def check_selection(case: Case, density: float) -> None:
     messages = []
     for make in (torch_passes, triton_passes):
         passes = case.passes(make)
-        passes.storage.flat["state"].zero_()
+        passes.storage.flat.zero_()
         mask = case.mask(1.0, 0)
         gradients = case.draw(torch.float32, 4, case.values)
         passes.bind(case.step(case.draw(torch.float32, 5), gradients, (mask, mask)))
@@ -247,7 +247,7 @@ def test_positions_after_the_end_of_a_tensor_are_ignored() -> None:
         passes.release()
         passes.rotate(own.repeat(2), 0.1, masks[0].bits, masks[1].bits)
         gradients[0].copy_(torch.arange(160.0) % 64)  # the last entries of a block are selected
-    passes.kept("state")
+    passes.kept()
     assert all(bool((tensor[160:] == 7.0).all()) for tensor in guarded)
 
 
@@ -259,7 +259,7 @@ def test_a_mask_that_was_written_by_pytorch_is_listed_again() -> None:
         mask.bits.copy_(case.mask(0.3, seed).bits)
         gradients = case.draw(torch.float32, seed)
         expected = [g[used(case, mask, i)] * 0.1 for i, g in enumerate(gradients)]
-        for state in passes.kept("state"):
+        for state in passes.kept():
             state.zero_()
         passes.bind(case.step(case.draw(torch.float32, 0), gradients, (mask, previous)))
         pack_all(passes)

@@ -22,11 +22,11 @@ from torchtitan_scape.kernels.common import launching
 
 # A program takes a third of a second in the interpreter.
 SHAPES: list[tuple[int, ...]] = [(7, 9), (20, 20), (7,)]
-OFFLOAD = ["state", "master"]
+OFFLOAD = ["state"]
 
 MORE_TRAINING: list[tuple[int, dict[str, Any]]] = [
     (2, dict(density=0.3, density_warmup_steps=2)),
-    (2, dict(density=0.3, density_warmup_steps=2, bf16_weights=True, offload=OFFLOAD)),
+    (2, dict(density=0.3, density_warmup_steps=2, offload=OFFLOAD)),
     (2, dict(density=0.3, update="sharded", density_warmup_steps=2, clip_mode="literal")),
     (2, dict(density=0.1, update="sharded", code="int8", bf16_weights=True)),
     # Complete tiles of aligned storage.
@@ -71,8 +71,9 @@ def test_training_equals_pytorch(replicas: int, options: dict[str, Any], monkeyp
             optimizer.observe(seen)
             if collectives.replica == 0:
                 shown[kernels] += seen.gradients.values()
-            if collectives.replica == 0 and optimizer.method.passes.masters:
-                masters[kernels].append(torch.cat(optimizer.method.passes.kept("master")))
+            owner = optimizer.method.passes.owner
+            if collectives.replica == 0 and owner is not None:
+                masters[kernels].append(owner.master.clone())
 
         return train(collectives, 5 if ALL_EXAMPLES else 3, probe=probe, kernels=kernels, **options)
 
@@ -104,7 +105,7 @@ def test_owners_skip_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
                 p.grad = g.clone()
             if step in (1, 3) and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            kept = [*parameters, passes.storage.flat["state"], passes.owner.common, passes.storage.flat["master"]]
+            kept = [*parameters, passes.storage.flat, passes.owner.common, passes.owner.master]
             before = [t.detach().clone() for t in kept]
             optimizer.step()
             same = [torch.equal(a, b) for a, b in zip(before, kept, strict=True)]
@@ -136,13 +137,13 @@ def test_moments_outside_the_state_are_those_of_pytorch(how: str, code: str, mon
                 optimizer.request_full_exchange()
             optimizer.step()
             if how == "read":
-                shown.append(torch.cat([t.clone() for t in optimizer.method.passes.kept("state")]))
+                shown.append(torch.cat([t.clone() for t in optimizer.method.passes.kept()]))
             if how == "load":
                 saved = optimizer.state_dict()
                 optimizer = make_scape(parameters, **options)
                 optimizer.load_state_dict(saved)
         optimizer.finish_previous_step()
-        return [*(p.detach() for p in parameters), *optimizer.method.passes.kept("state")], shown
+        return [*(p.detach() for p in parameters), *optimizer.method.passes.kept()], shown
 
     (undisturbed, _), _ = run_replicas(2, lambda c: work(c, "triton", ""))
     (disturbed, shown), _ = run_replicas(2, lambda c: work(c, "triton", how))

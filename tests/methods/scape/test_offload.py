@@ -1,4 +1,4 @@
-"""State and master in host memory, and weights in BF16, with replicas as threads."""
+"""State in host memory, and weights in BF16, with replicas as threads."""
 
 import io
 from itertools import pairwise, product
@@ -18,7 +18,8 @@ from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
 from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
 from torchtitan_scape.core.parameters import stored
-from torchtitan_scape.kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer, walk
+from torchtitan_scape.kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer
+from torchtitan_scape.methods.scape.options import ScapeOptions
 
 SHAPES = [(33, 5), (20, 15), *SPARSE, (15, 20), *[(12, 20)] * 3, *DENSE]
 
@@ -38,7 +39,7 @@ def run(
     model = Model()
     options = {"lr": 1e-2, "block_size": 16, "density": 0.1, **options}
     if bf16_weights:
-        hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
+        hold_in_bfloat16(model, scaled=True)
     optimizer = make_scape(model.named_parameters(), replicas=collectives, **options)
     replica, history = collectives.replica if collectives else 0, []
     for step in range(steps):
@@ -47,7 +48,7 @@ def run(
         if step == 4 and replica == 0:
             model.p[0].grad[3, 2] = float("nan")
         optimizer.step()
-        for window in optimizer.method.passes.storage.windows.values():
+        if (window := optimizer.method.passes.storage.window) is not None:
             window.finish()
             for buffer in window.buffers:
                 buffer.fill_(float("nan"))
@@ -65,8 +66,8 @@ def kept(optimizer: Scape) -> dict[str, Tensor]:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"density_warmup_steps": 5, "max_norm": None, "chunk_bytes": 64},
-    {"code": "int8", "chunk_bytes": 128, "bf16_weights": True},
-    {"selection": "tensor", "bf16_weights": True, "density_warmup_steps": 3},
+    {"code": "int8", "chunk_bytes": 128},
+    {"selection": "tensor", "density_warmup_steps": 3},
     {"update": "sharded"},
     {"update": "sharded", "density_warmup_steps": 5, "bf16_weights": True},
     {"update": "sharded", "code": "int8", "bf16_weights": True},
@@ -77,28 +78,21 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), OPTIONS)))
 def test_offload_does_not_change_a_bit(replicas: int, options: dict[str, Any]) -> None:
     """Property 5: parameters, state and metrics are bitwise equal to those without offloading."""
-    master = options.get("bf16_weights")
 
     def work(collectives: ThreadCollectives) -> None:
         expected, resident, _ = run(collectives, 7, **options)
-        for offload in [["state"], *([["master"], ["state", "master"]] if master else [])]:
-            got, optimizer, _ = run(collectives, 7, offload=offload, **options)
-            # The share of a few tensors is not larger than its buffers, and stays on the device.
-            small = {"master"} if options.get("update") == "sharded" and replicas > 2 else set()
-            assert set(offload) - small <= set(optimizer.method.passes.storage.windows) <= set(offload)
-            for step, (want, values) in enumerate(zip(expected, got, strict=True)):
-                assert torch.equal(flat(want), flat(values)), (offload, step)
-            want_state, state = kept(resident), kept(optimizer)
-            assert want_state.keys() == state.keys()
-            assert all(torch.equal(want_state[k], state[k]) for k in state)
-            assert optimizer.metrics() == resident.metrics()
-            for window in optimizer.method.passes.storage.windows.values():
-                assert sum(b.numel() for b in window.buffers) <= BUFFERS * max(optimizer.method.passes.sizes)
-            if "state" in offload:
-                every = (0, len(optimizer.method.passes.sizes))
-                assert len(optimizer.method.passes.storage.windows["state"].sequence([every])) >= 3, (
-                    "buffers are used again"
-                )
+        got, optimizer, _ = run(collectives, 7, offload=["state"], **options)
+        for step, (want, values) in enumerate(zip(expected, got, strict=True)):
+            assert torch.equal(flat(want), flat(values)), step
+        want_state, state = kept(resident), kept(optimizer)
+        assert want_state.keys() == state.keys()
+        assert all(torch.equal(want_state[k], state[k]) for k in state)
+        assert optimizer.metrics() == resident.metrics()
+        passes = optimizer.method.passes
+        window = passes.storage.window
+        assert resident.method.passes.storage.window is None and window is not None
+        assert sum(b.numel() for b in window.buffers) <= BUFFERS * max(passes.sizes)
+        assert len(window.sequence([(0, len(passes.sizes))])) >= 3, "buffers are used again"
 
     run_replicas(replicas, work)
 
@@ -121,7 +115,7 @@ def test_a_pass_visits_every_tensor_once(sizes: list[int], cuts: list[int], pass
     for changed in passes:
         seen: list[int] = []
         for part in parts:
-            for first, last in walk([window], part, parts, changed):
+            for first, last in window.walk(part, parts, changed):
                 assert part[0] <= first < last <= part[1]
                 for i in range(first, last):
                     assert bool((window.views[i] == written * (i + 1)).all())
@@ -191,12 +185,14 @@ def test_no_pass_reads_a_tensor_before_its_copy(options: dict[str, Any]) -> None
 
     made = TripleBuffer.__init__
     with patch.object(TripleBuffer, "__init__", lazily):
-        got, optimizer, _ = run(None, 8, offload=["state", "master"], **options)
+        got, optimizer, _ = run(None, 8, offload=["state"], **options)
     assert all(torch.equal(flat(a), flat(b)) for a, b in zip(expected, got, strict=True))
-    sides: list[Any] = [window._side for window in optimizer.method.passes.storage.windows.values()]
-    assert len(sides) == 2 and all(len(side.fetches) + len(side.stores) > 30 for side in sides)
+    window = optimizer.method.passes.storage.window
+    assert window is not None
+    side: Any = window._side
+    assert len(side.fetches) + len(side.stores) > 30
     # While a group is copied to the host, the next one may be copied to the device.
-    assert all(side.together > len(side.stores) // 2 for side in sides), [(s.together, len(s.stores)) for s in sides]
+    assert side.together > len(side.stores) // 2, (side.together, len(side.stores))
 
 
 def test_a_failed_step_leaves_no_pending_copies() -> None:
@@ -213,9 +209,10 @@ def test_a_failed_step_leaves_no_pending_copies() -> None:
     for p, value in zip(model.parameters(), weights, strict=True):
         p.data.copy_(value)
     optimizer.load_state_dict(saved)
-    for window in optimizer.method.passes.storage.windows.values():
-        for buffer in window.buffers:
-            buffer.fill_(float("nan"))
+    window = optimizer.method.passes.storage.window
+    assert window is not None
+    for buffer in window.buffers:
+        buffer.fill_(float("nan"))
     for step in range(3, 6):
         for p, g in zip(model.parameters(), gradient(step, 0, SHAPES), strict=True):
             p.grad = g
@@ -230,43 +227,22 @@ def test_too_little_host_memory_is_refused() -> None:
         for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
                 make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
-        # Each of the two alone would fit.
-        model = Model([(10, 20)])
-        hold_in_bfloat16(model, scaled=False)
-        with pytest.raises(ValueError, match="offload needs"):
-            make_scape(model.named_parameters(), lr=0.1, offload=["state", "master"])
 
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"offload = \['moment'\]; it may contain"):
         make_scape(Model().named_parameters(), lr=0.1, offload=["moment"])
-    with pytest.raises(ValueError, match=r"offload = \['master'\]; FP32 weights have no separate master"):
-        make_scape(Model().named_parameters(), lr=0.1, offload=["master"])
+    with pytest.raises(ValueError, match=r"weights_dtype = 'bfloat16'; .* set update = \"sharded\""):
+        ScapeOptions(weights_dtype="bfloat16")
     model = Model()
     hold_in_bfloat16(model, scaled=False)
     with pytest.raises(ValueError, match="hold_in_bfloat16"):
         make_scape(model.named_parameters(), lr=0.1, update="sharded")
     with pytest.raises(ValueError, match=r"'q' is not stored in BF16, but other parameters are"):
-        make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1)
+        make_scape([*model.named_parameters(), ("q", nn.Parameter(torch.ones(3)))], lr=0.1, update="sharded")
 
 
 # ------------------------------------------------------------------------------------ weights in BF16
-
-
-@pytest.mark.parametrize("replicas", [slow(1), 3])
-def test_replicated_bf16_weights_equal_the_rounded_master(replicas: int) -> None:
-    """The master is bitwise equal to FP32 weights, and the model's weights equal their cast to BF16."""
-
-    def work(collectives: ThreadCollectives) -> None:
-        options: dict[str, Any] = {"density_warmup_steps": 3, "code": "int8"}
-        wide, _, _ = run(collectives, 8, **options)
-        narrow, optimizer, model = run(collectives, 8, bf16_weights=True, **options)
-        for want, got in zip(wide, narrow, strict=True):
-            assert torch.equal(flat(want).bfloat16().float(), flat(got))
-        assert torch.equal(flat(optimizer.method.passes.masters), flat(wide[-1]))
-        assert all(stored(p).dtype == torch.bfloat16 for p in model.parameters())
-
-    run_replicas(replicas, work)
 
 
 @pytest.mark.parametrize("replicas, warmup", [slow(1, 0), (2, 5), slow(3, 0)])
@@ -281,24 +257,24 @@ def test_scaled_bf16_weights_follow_the_master_of_their_owner(replicas: int, war
     steps = 20
 
     def work(collectives: ThreadCollectives) -> list[Tensor]:
-        masters: list[list[Tensor]] = []
+        masters: list[dict[int, Tensor]] = []
 
         def probe(optimizer: Scape, model: Model, step: int) -> None:
             passes: Any = optimizer.method.passes
-            masters.append([m.clone() for m in passes.masters])
             own = passes.owner.cut([p.detach() * 1.0 for p in model.parameters()])
-            for i in passes.owner.own:
-                error = (own[i] - passes.masters[i]).abs()
-                assert bool((error <= 2.0**-7.99 * passes.masters[i].abs() + 1e-30).all()), (step, i)
+            masters.append({i: passes.owner.share_of(passes.owner.master, i).clone() for i in passes.owner.own})
+            for i, master in masters[-1].items():
+                error = (own[i] - master).abs()
+                assert bool((error <= 2.0**-7.99 * master.abs() + 1e-30).all()), (step, i)
 
         narrow, optimizer, _ = run(collectives, steps, bf16_weights=True, probe=probe, **rates)
         run(collectives, steps, probe=lambda o, m, s: check(o.method.passes, m, masters[s]), **rates)
         assert float(optimizer.method.passes.owner.scales[0]) == pytest.approx((1 - 1e-3) ** (steps - 1))  # type: ignore[attr-defined]
         return [flat(values) for values in narrow]
 
-    def check(passes: Any, model: Model, want: list[Tensor]) -> None:
+    def check(passes: Any, model: Model, want: dict[int, Tensor]) -> None:
         own = passes.owner.cut([p.detach() for p in model.parameters()])
-        assert all(torch.equal(own[i], want[i]) for i in passes.owner.own)
+        assert all(torch.equal(own[i], master) for i, master in want.items())
 
     first, *others = run_replicas(replicas, work)
     for other in others:
@@ -330,8 +306,10 @@ def test_another_optimizer_continues_with_the_bf16_weights() -> None:
     again = make_scape(model.named_parameters(), **options)
     assert torch.equal(flat([p.detach() * 1.0 for p in model.parameters()]), flat(before))
     assert torch.equal(again.method.passes.owner.scales, optimizer.method.passes.owner.scales)  # type: ignore[attr-defined]
-    again.method.passes.start_master([stored(p) for p in model.parameters()])
-    torch.testing.assert_close(torch.cat(again.method.passes.masters), flat(before))
+    owner: Any = again.method.passes.owner
+    owner.start_master([stored(p) for p in model.parameters()])
+    for i, value in enumerate(owner.cut([values.contiguous() for values in before])):
+        torch.testing.assert_close(owner.share_of(owner.master, i), value)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +334,7 @@ def test_state_dict_resumes_bitwise(options: dict[str, Any]) -> None:
         expected, one, _ = run(collectives, 9, probe=save, **options)
         model, more = Model(), {k: v for k, v in options.items() if k != "bf16_weights"}
         if bf16_weights:
-            hold_in_bfloat16(model, scaled=options.get("update") == "sharded")
+            hold_in_bfloat16(model, scaled=True)
         for p in model.parameters():
             p.data.zero_()
         resumed = make_scape(

@@ -40,7 +40,7 @@ def test_masks_are_equal_on_all_replicas_with_known_nnz(
                     indices = positions(optimizer, i)
                     assert indices.numel() == 0 or (indices.min() >= 0 and indices.max() < n)
             sparse = range(len(layout.sizes)) if step else []
-            on_mask = [optimizer.method.passes.kept("state")[i][positions(optimizer, i)] for i in sparse]
+            on_mask = [optimizer.method.passes.kept()[i][positions(optimizer, i)] for i in sparse]
             seen.setdefault(step, []).append((masks.in_use.bits.clone(), on_mask))
 
         train(collectives, 4, shapes, probe, density=density, selection=selection)
@@ -130,13 +130,13 @@ def test_all_replicas_skip_a_non_finite_gradient(bad_step: int, warmup: int, cod
                 p.grad = g
             if step == bad_step and collectives.replica == 1:
                 parameters[1].grad[3, 2] = float("nan")
-            before = [flat([p.detach() for p in parameters]), torch.cat(optimizer.method.passes.kept("state"))]
+            before = [flat([p.detach() for p in parameters]), torch.cat(optimizer.method.passes.kept())]
             errors = optimizer.method.passes.code_residual.clone()
             optimizer.step()
             if step == bad_step:
                 assert torch.equal(optimizer.method.passes.code_residual, errors)
                 assert torch.equal(flat([p.detach() for p in parameters]), before[0])
-                assert torch.equal(torch.cat(optimizer.method.passes.kept("state")), before[1])
+                assert torch.equal(torch.cat(optimizer.method.passes.kept()), before[1])
                 in_use = optimizer.method.masks.in_use.bits.clone()
                 optimizer.finish_previous_step()
                 assert torch.equal(optimizer.method.masks.in_use.bits, in_use)

@@ -44,7 +44,7 @@ def snapshot(optimizer: Scape) -> dict[str, Tensor]:
     """Return all results of a step."""
     return {
         "parameters": torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]),
-        "states": torch.cat(optimizer.method.passes.kept("state")),
+        "states": torch.cat(optimizer.method.passes.kept()),
         "code_residual": code_residual(optimizer),
         "norm": optimizer.grad_norm.clone(),
         "factor": optimizer.clip_factor.clone(),
@@ -127,7 +127,7 @@ def simulated(replicas: int, nan_at: int | None, steps: int = STEPS, **options: 
         (3, 6, {"density": 0.5, "update": "sharded", "code": "2bit", "density_warmup_steps": 3}),
         slow(3, 4, {"density": 0.1, "update": "sharded", "density_warmup_steps": 3}),
         (2, None, {"density": 0.1, "update": "sharded", "offload": ["state"]}),
-        slow(3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "offload": ["state", "master"]}),
+        slow(3, 4, {"density": 0.1, "offload": ["state"]}),
         (3, 4, {"density": 0.1, "weights_dtype": "bfloat16", "update": "sharded", "density_warmup_steps": 3}),
     ],
 )

@@ -39,9 +39,9 @@ class ScapeMethod(Method):
     The method performs the update itself. It reads lr, betas, eps and weight_decay from `context.optimizer`, which
     stores no state (`AdamS(..., allocate_state=False)`). Gradients are used as scratch space.
 
-    Keep the parameters in FP32, or convert them with `core.bf16_weights.hold_in_bfloat16`. Converted parameters have an
-    FP32 master copy here: of the n/N entries that this replica owns if the update is sharded, otherwise of all entries.
-    Parameters of other dtypes have no master copy, so that updates below their rounding are lost.
+    Keep the parameters in FP32, or with a sharded update convert them with `core.bf16_weights.hold_in_bfloat16`. Of the
+    n/N entries of converted parameters that this replica owns there is an FP32 master copy here. Parameters of other
+    dtypes have no master copy, so that updates below their rounding are lost.
 
     On a GPU the host does not wait for the current step, only for the finite check of the previous one.
 
@@ -64,7 +64,6 @@ class ScapeMethod(Method):
         shards, replicas = list(context.shards), context.collectives
         check_one_device(shards)
         check_weights(shards, options)
-        self.bf16_weights = options.weights_dtype == "bfloat16"
         sparse, dense = split(shards, ())
         self.ordered = sparse + dense
         numbers = {id(shard): number for number, shard in enumerate(shards)}
@@ -92,7 +91,7 @@ class ScapeMethod(Method):
     @classmethod
     def prepare_model(cls, model: nn.Module, options: ScapeOptions) -> None:
         if options.weights_dtype == "bfloat16":
-            hold_in_bfloat16(model, scaled=options.update == "sharded")
+            hold_in_bfloat16(model, scaled=True)
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -144,9 +143,9 @@ class ScapeMethod(Method):
 
     def _inputs(self, gradients: list[Tensor], info: StepInfo) -> PassInputs:
         parameters, options = self.stored_tensors(), self.options
-        if self.attempted_steps == 0:
+        if self.attempted_steps == 0 and self.passes.owner is not None:
             # Not in `__init__`, because weights may be loaded into the parameters before the first step.
-            self.passes.start_master(parameters)
+            self.passes.owner.start_master(parameters)
         self.attempted_steps += 1
         self._applied = info.applied
         self.applied_steps += info.applied
@@ -189,7 +188,7 @@ class ScapeMethod(Method):
     def _rates(self, shard: Shard) -> Rates:
         rates = Rates.of(self.param_groups[shard.group], self.context.gradient_scale, shard.counted)
         decay = rates.lr * rates.weight_decay
-        if self.options.update == "sharded" and self.bf16_weights and decay > 0.5:
+        if self.options.weights_dtype == "bfloat16" and decay > 0.5:
             raise ValueError(f"lr * weight_decay is {decay:g}; with weights in BF16 it must be 0.5 or less")
         return rates
 
@@ -271,9 +270,8 @@ class ScapeMethod(Method):
             plan,
             device,
             owner=owner,
-            has_master=self.bf16_weights,
             writes=replicas.is_writer,
-            offload=options.offload,
+            offload="state" in options.offload,
             columns=tuple(s.columns for s in sparse) if options.staleness_scaling else None,
         )
 
@@ -285,7 +283,8 @@ class ScapeMethod(Method):
                     f"{shard.name!r} is not contiguous; update = 'sharded' divides tensors into slices: make it "
                     "contiguous"
                 )
-        owner = ShardedUpdate(ownership, self.collectives.replica, device, scaled=self.bf16_weights)
+        scaled = self.options.weights_dtype == "bfloat16"
+        owner = ShardedUpdate(ownership, self.collectives.replica, device, scaled)
         # There is one scale per slice, or none. All slices of a tensor have the same scale, so the last one is used.
         for (number, _, _), scale in zip(owner.slices, owner.scales, strict=False):
             share_scale(self.ordered[number].parameter, scale, self.collectives.is_writer)

@@ -6,8 +6,7 @@
 import math
 
 from torchtitan_scape.core.workloads import Shapes
-from torchtitan_scape.kernels.codec.formats import encoded_size
-from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership
+from torchtitan_scape.kernels.scape.blocks import BlockLayout
 
 SECTOR = 32  # bytes that a GPU's memory moves at least
 
@@ -41,7 +40,7 @@ def payload_entries(
     return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
 
 
-def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024, selection: str = "block") -> float:
+def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024) -> float:
     """Return the bytes that move if a pass reads, or writes, the entries of a mask in tensors of `nbytes` per entry.
 
     Memory moves whole sectors. A sector of s entries moves unless the mask contains none of them: with probability
@@ -50,32 +49,6 @@ def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1
     layout = block_layout(shapes, 1, block)
     masked = 0.0
     for tensor, size in enumerate(layout.sizes):
-        share = layout.nnz(tensor, density, selection) / max(1, size)
+        share = layout.nnz(tensor, density, "block") / max(1, size)
         masked += size * (1.0 - (1.0 - share) ** (SECTOR // nbytes))
     return nbytes * (masked + sum(dense_sizes(shapes)))
-
-
-def row_entries(
-    shapes: Shapes, density: float, replicas: int, block: int, size_multiple: int = 1, selection: str = "block"
-) -> int:
-    """Return the entries, padding included, of the part of the payload that each owner receives."""
-    ownership = Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes))
-    counts = [ownership.layout.nnz(i, density, selection) for i in range(len(ownership.sparse))]
-    counts += [piece.end - piece.start for piece in ownership.whole]
-    return ownership.rows(counts, size_multiple)[0]
-
-
-def payload_bytes(shapes: Shapes, density: float, code: str = "float32", block: int = 1024) -> int:
-    """Return the bytes of the encoded payload, in one direction."""
-    entries, encoded = payload_entries(shapes, density, block), encoded_size(code)
-    return 4 * entries if encoded is None else encoded(entries)
-
-
-def mask_bytes(shapes: Shapes, density: float, replicas: int, block: int = 1024, selection: str = "block") -> int:
-    """Return the encoded bytes of the part of the mask that one replica selects."""
-    return block_layout(shapes, replicas, block).wire_bytes(density, selection)
-
-
-def owned_entries(shapes: Shapes, replicas: int, block: int) -> int:
-    """Return the entries of the buffers for the entries that a replica owns."""
-    return Ownership.of(block_layout(shapes, replicas, block), dense_sizes(shapes)).share

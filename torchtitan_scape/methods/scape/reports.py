@@ -23,7 +23,7 @@ def metrics(scape: Any, local: bool) -> dict[str, float]:
     masks, layout = scape.masks, scape.masks.layout
     in_use, previous = masks.moment_masks(scape.last_applied)
     sums = torch.zeros(4, dtype=torch.float64, device=scape.applied_steps.device)
-    kept = scape.passes.kept("state")
+    kept = scape.passes.kept()
     for i, size in enumerate(layout.sizes):
         if not scape.shard_of(i).counted:
             continue
@@ -99,7 +99,7 @@ class GradientRecorder:
             if passes.compact:
                 last = passes.moment_on_mask[passes.payload_layout.positions[tensor] :][:count]
             else:
-                state = passes.kept("state")[tensor].to(payload.device)
+                state = passes.kept()[tensor].to(payload.device)
                 last = state if indices is None else state.index_select(0, indices)
             reference.synchronized_gradient_(payload, last, beta1)
         if indices is None:
@@ -118,21 +118,18 @@ class GradientRecorder:
 
 
 def replicated_tensors(state: StateByParameter) -> list[ReplicatedTensors]:
-    """Return the tensors that are equal on all replicas: parameters, scales, masks, visit rates, a replicated master.
+    """Return the tensors that are equal on all replicas: parameters, scales, masks, visit rates.
 
     Call `finish_previous_step` first.
     """
     scape, passes, masks, owner = state.scape, state.passes, state.masks, state.owner
-    visits, states = passes.visits, passes.kept("state")
-    masters = passes.kept("master") if owner is None else []
+    visits, states = passes.visits, passes.kept()
     replicated = []
     for number, (shard, slices) in enumerate(zip(scape.ordered, state.slices, strict=True)):
         own = [tensor for tensor, _, _ in slices]
         parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
         if owner is not None and owner.scaled:
             parts.append(("scale", owner.scales[own[0] : own[-1] + 1] if own else owner.scales[:0]))
-        if masters:
-            parts.append(("master", masters[number]))
         sparse = [tensor for tensor in own if tensor < passes.sparsified]
         for kind, mask in (("mask", masks.in_use), ("previous mask", masks.previous)):
             parts.append((kind, _bits(masks.layout, mask, sparse)))

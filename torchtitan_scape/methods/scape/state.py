@@ -9,7 +9,7 @@ of these tensors, for every entry of a local shard:
               quantized and every replica stores the moment ("one buffer"), it contains the moment on P, and `moment`
               does not exist.
     mask      uint8, of sparsified parameters: 1 for the next mask (A), plus 2 for P.
-    master    FP32 master weights, if the parameters have a narrower dtype.
+    master    FP32 master weights, if the parameters are in BF16.
     weight    BF16, the stored numbers of scaled parameters.
 
 Every step conserves applied + pending updates, with pending = b1 * moment + mean over replicas of the residuals.
@@ -18,7 +18,7 @@ the next step is dense and sends all that is pending. Notation: `held` is P by e
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class StateByParameter:
                 tensors["mask", name] = self._mask_bytes(i, held).view(shape)
             if residual == "exact" and self.one_buffer:
                 kind = "residual" if i < self.sparsified else "moment"
-                tensors[kind, name] = self.passes.kept("state")[i].view(shape)
+                tensors[kind, name] = self.passes.kept()[i].view(shape)
             else:
                 moment, own = self._parts(i, held)
                 if residual == "exact" and (i < self.sparsified or self.rounds):
@@ -108,9 +108,9 @@ class StateByParameter:
                 elif residual == "drop" and held is not None:
                     moment = torch.where(held, moment, 0.0)
                 tensors["moment", name] = moment.view(shape).cpu()
-            if (master := self._master(i)) is not None:
-                tensors["master", name] = master.view(shape)
-            if self.owner is not None and self.owner.scaled:
+            if (owner := self.owner) is not None and owner.scaled:
+                master = self._assembled(i, partial(owner.share_of, owner.master))
+                tensors["master", name] = master.view(shape).cpu()
                 tensors["weight", name] = stored(shard.parameter)
         return tensors
 
@@ -151,8 +151,8 @@ class StateByParameter:
             "moment": 4 * (every - sparse if in_one else every),
             "residual": 4 * rows * (every if self.rounds else sparse),
             "mask": sparse,
-            "master": 4 * every if self.has_master else 0,
-            "weight": 2 * every if self.owner is not None and self.owner.scaled else 0,
+            "master": 4 * every if self.scaled else 0,
+            "weight": 2 * every if self.scaled else 0,
         }
         return {kind: size for kind, size in sizes.items() if size}
 
@@ -187,8 +187,9 @@ class StateByParameter:
     # ------------------------------------------------------------------------------------------ loading
 
     @property
-    def has_master(self) -> bool:
-        return bool(self.passes.masters)
+    def scaled(self) -> bool:
+        """Whether weights are in BF16, with a scale and an FP32 master."""
+        return self.owner is not None and self.owner.scaled
 
     def learned_extras(self) -> None:
         """Apply the loaded scales. Call it after loading the tensors of `extras`."""
@@ -211,7 +212,7 @@ class StateByParameter:
             own = own.to(device)
             self._put_code_residual(i, own, held)
             own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
-        kept = self.passes.kept("state")
+        kept = self.passes.kept()
         for number, start, end in self.slices[i]:
             part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
             if self.owner is None:
@@ -225,10 +226,9 @@ class StateByParameter:
     @torch.no_grad()
     def put_master(self, i: int, values: Tensor) -> None:
         """Load a parameter's FP32 values (n,) into the master, if there is one, and as far as this rank stores it."""
-        kept = self.passes.kept("master")
-        for number, start, end in self.slices[i] if kept else ():
-            if self.owner is None or self.owner.owns(number):
-                kept[number].copy_(values[start:end])
+        for number, start, end in self.slices[i]:
+            if self.owner is not None and self.owner.scaled and self.owner.owns(number):
+                self.owner.share_of(self.owner.master, number).copy_(values[start:end])
 
     @torch.no_grad()
     def put_mask(self, i: int, bits: Tensor, mask: Mask) -> None:
@@ -315,7 +315,7 @@ class StateByParameter:
 
     def _parts(self, i: int, held: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the moment and this replica's residual, FP32 (n,), as new tensors on the device."""
-        kept, size, device = self.passes.kept("state"), self.scape.ordered[i].size, self.passes.device
+        kept, size, device = self.passes.kept(), self.scape.ordered[i].size, self.passes.device
         if (owner := self.owner) is None:
             state = kept[i].to(device)
             if held is None:
@@ -326,7 +326,7 @@ class StateByParameter:
             own = torch.zeros(size, dtype=torch.float32, device=device)
             for number, start, end in self.slices[i] if i < self.sparsified else ():
                 own[start:end] = kept[number]
-            moment = self._assembled(i, lambda number: owner.share_of(owner.common, number))
+            moment = self._assembled(i, partial(owner.share_of, owner.common))
         if self._has_code_residual:
             for number, start, end in self.slices[i]:
                 where = self._where(held, start, end)
@@ -342,12 +342,6 @@ class StateByParameter:
         # A sum of the bits as integers is exact: only one summand is not zero.
         self.scape.collectives.sum_over_replicas(whole.view(torch.int32))
         return whole
-
-    def _master(self, i: int) -> Tensor | None:
-        kept = self.passes.kept("master")
-        if not kept:
-            return None
-        return self._assembled(i, lambda number: kept[number]).cpu() if self.owner is not None else kept[i]
 
     def _where(self, held: Tensor | None, start: int, end: int) -> Any:
         return slice(None) if held is None else held[start:end].nonzero().view(-1)
@@ -366,7 +360,7 @@ class StateByParameter:
         errors, replicas = self.passes.code_residual, self.scape.collectives.replicas
         self.scape.collectives.sum_over_replicas(errors)
         errors.div_(replicas)
-        kept = self.passes.kept("state")
+        kept = self.passes.kept()
         for i in range(len(self.names)):
             held = self._held(i)
             for number, start, end in self.slices[i]:
@@ -521,7 +515,7 @@ class ScapeImport:
 
     def _put_weights(self, i: int, shard: Shard, weight: Tensor | None, master: Tensor | None) -> None:
         """Load what the checkpoint's model does not determine to the last bit: BF16 weights, and FP32 masters."""
-        if self.state.has_master:
+        if self.state.scaled:
             self.state.put_master(i, self.reader.model(shard) if master is None else master)
         own = local(shard.parameter).detach()
         if weight is not None:
