@@ -3,7 +3,8 @@
 A program processes a tile: ROWS blocks of BLOCK entries of one message. Its codes are 32-bit words with EACH entries
 per word. Messages are accessed as words and as scales, whose bits are int16 (BF16) or int32 (FP32). Divisions follow
 IEEE 754, blocks are summed pairwise, rounding works on the bits, and no result depends on the warp size.
-`enable_fp_fusion` is off at every launch.
+`enable_fp_fusion` is off at every launch. CODE is (FORM, SCALE, BLOCK, ROWS), and a tile (message, its first block in
+the message, blocks of a message, 16 bytes of a message).
 
 Memory traffic per entry of b bits: encoding reads 4 bytes and writes b / 8, and 4 more with errors. Decoding reads
 b / 8 and writes 4. Summing n messages reads n b / 8 and writes 4. The encoded mean of n messages reads n b / 8 and
@@ -55,25 +56,29 @@ def tie_of(form, code):
 
 
 @triton.jit
-def scales_at(messages, message, first, blocks, size, BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr):
+def scales_at(messages, tile, CODE: tl.constexpr):
     """Return the pointer to the first scale of a tile, int16 (BF16) or int32 (FP32)."""
+    message, first, blocks, size = tile
+    FORM: tl.constexpr = CODE[0]
+    SCALE: tl.constexpr = CODE[1]
     EACH: tl.constexpr = SCALE.primitive_bitwidth // 8
     scales = messages.to(tl.pointer_type(SCALE), bitcast=True) + message * size * (16 // EACH)
-    return scales + tl.cast(blocks, tl.int64) * (BLOCK * bits_of(FORM) // 8 // EACH) + first * scales_per_block(FORM)
+    return scales + tl.cast(blocks, tl.int64) * (CODE[2] * bits_of(FORM) // 8 // EACH) + first * scales_per_block(FORM)
 
 
 @triton.jit
-def words_at(messages, message, first, size, BLOCK: tl.constexpr, FORM: tl.constexpr):
+def words_at(messages, tile, CODE: tl.constexpr):
     """Return the pointer to the first word of codes of a tile, int32."""
+    message, first, _, size = tile
     words = messages.to(tl.pointer_type(tl.int32), bitcast=True)
-    return words + message * size * 4 + first * (BLOCK * bits_of(FORM) // 32)
+    return words + message * size * 4 + first * (CODE[2] * bits_of(CODE[0]) // 32)
 
 
 @triton.jit
-def tile_of(blocks, ROWS: tl.constexpr):
-    """Return the message of this program and its first block in it, int64."""
+def tile_of(blocks, size, ROWS: tl.constexpr):
+    """Return the tile of this program; its message and first block are int64."""
     tiles = tl.cdiv(blocks, ROWS)
-    return (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles * ROWS).to(tl.int64)
+    return (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles * ROWS).to(tl.int64), blocks, size
 
 
 @triton.jit
@@ -210,20 +215,23 @@ def store_scale(at, scales, inside):
 
 
 @triton.jit
-def store_padding(messages, message, blocks, size, BLOCK: tl.constexpr, FORM: tl.constexpr, SCALE: tl.constexpr):
+def store_padding(messages, tile, CODE: tl.constexpr):
     """Write zeros from the last scale to the end of the message."""
+    message, _, blocks, size = tile
+    SCALE: tl.constexpr = CODE[1]
     EACH: tl.constexpr = SCALE.primitive_bitwidth // 8
-    SCALES: tl.constexpr = scales_per_block(FORM)
-    used = tl.cast(blocks, tl.int64) * (BLOCK * bits_of(FORM) // 8 // EACH + SCALES) + tl.arange(0, 8)
+    SCALES: tl.constexpr = scales_per_block(CODE[0])
+    used = tl.cast(blocks, tl.int64) * (CODE[2] * bits_of(CODE[0]) // 8 // EACH + SCALES) + tl.arange(0, 8)
     end = tl.cast(size, tl.int64) * (16 // EACH)
     scales = messages.to(tl.pointer_type(SCALE), bitcast=True) + message * end
     tl.store(scales + used, tl.zeros((8,), SCALE), mask=used < end)
 
 
 @triton.jit
-def inside_of(first, blocks, EACH: tl.constexpr, TILE: tl.constexpr):
+def inside_of(tile, EACH: tl.constexpr, ITEMS: tl.constexpr):
     """Return the indices of a tile's items, EACH per block, and a mask of those inside the message."""
-    number = tl.arange(0, TILE)
+    _, first, blocks, _ = tile
+    number = tl.arange(0, ITEMS)
     return number, number < (blocks - first) * EACH
 
 
@@ -244,58 +252,45 @@ def uniform(key, first, like):
 
 
 @triton.jit
-def store_codes(
-    messages, message, first, blocks, size, codes, low, high, inside, FORM: tl.constexpr, SCALE: tl.constexpr
-):
+def store_codes(messages, tile, codes, low, high, inside, CODE: tl.constexpr):
     """Store codes, int32 [ROWS, WORDS, EACH], and scales, FP32 [ROWS], of the blocks of a message that are `inside`."""
     WORDS: tl.constexpr = codes.shape[1]
     EACH: tl.constexpr = codes.shape[2]
-    SCALES: tl.constexpr = scales_per_block(FORM)
+    SCALES: tl.constexpr = scales_per_block(CODE[0])
     block = tl.arange(0, codes.shape[0])
     word = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    packed = tl.sum(codes << (tl.arange(0, EACH) * bits_of(FORM))[None, None, :], 2)
-    tl.store(words_at(messages, message, first, size, WORDS * EACH, FORM) + word, packed, mask=inside[:, None])
-    at = scales_at(messages, message, first, blocks, size, WORDS * EACH, FORM, SCALE) + block * SCALES
+    packed = tl.sum(codes << (tl.arange(0, EACH) * bits_of(CODE[0]))[None, None, :], 2)
+    tl.store(words_at(messages, tile, CODE) + word, packed, mask=inside[:, None])
+    at = scales_at(messages, tile, CODE) + block * SCALES
     store_scale(at, low, inside)
     if SCALES == 2:
         store_scale(at + 1, high, inside)
 
 
 @triton.jit
-def encode_tile(
-    value,
-    shift,
-    errors,
-    messages,
-    message,
-    first,
-    blocks,
-    size,
-    inside,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-):
+def encode_tile(value, shift, errors, messages, tile, inside, CODE: tl.constexpr, HAS_ERROR: tl.constexpr):
     """Encode FP32 [ROWS, WORDS, EACH], the blocks of a message that are `inside`, and store codes and scales.
 
     shift: see `codes_of`. errors: pointers, for the quantization errors if HAS_ERROR.
     """
-    low, high = scales_of(value, FORM, tl.int16 == SCALE)
+    FORM: tl.constexpr = CODE[0]
+    low, high = scales_of(value, FORM, tl.int16 == CODE[1])
     codes = codes_of(value, low, high, shift, FORM)
     if HAS_ERROR:
         difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM)
         tl.store(errors, difference, mask=inside[:, None, None])
-    store_codes(messages, message, first, blocks, size, codes, low, high, inside, FORM, SCALE)
-    if first + value.shape[0] >= blocks:
-        store_padding(messages, message, blocks, size, value.shape[1] * value.shape[2], FORM, SCALE)
+    store_codes(messages, tile, codes, low, high, inside, CODE)
+    if tile[1] + CODE[3] >= tile[2]:
+        store_padding(messages, tile, CODE)
 
 
 @triton.jit
-def entries_of(first, blocks, BLOCK: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr):
+def entries_of(tile, CODE: tl.constexpr):
     """Return the positions of a tile's entries after its first one, [ROWS, WORDS, EACH], and the blocks that exist."""
-    EACH: tl.constexpr = 32 // bits_of(FORM)
-    block, inside = inside_of(first, blocks, 1, ROWS)
-    word = block[:, None] * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)[None, :]
+    EACH: tl.constexpr = 32 // bits_of(CODE[0])
+    WORDS: tl.constexpr = CODE[2] // EACH
+    block, inside = inside_of(tile, 1, CODE[3])
+    word = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     return word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :], inside
 
 
@@ -321,15 +316,17 @@ def encode_kernel(
     HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`, or by one of
     `keys` for each row if ROW_KEYS.
     """
-    message, first = tile_of(blocks, ROWS)
-    entry, inside = entries_of(first, blocks, BLOCK, ROWS, FORM)
+    CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
+    tile = tile_of(blocks, size, ROWS)
+    message, first, _, _ = tile
+    entry, inside = entries_of(tile, CODE)
     start = (message * blocks + first) * BLOCK
     value = tl.load(x + start + entry, mask=inside[:, None, None], other=0.0)
     shift = None
     if STOCHASTIC:
         shift = uniform(tl.load(keys + message), first * BLOCK, value) if ROW_KEYS else uniform(key, start, value)
     errors = error + start + entry
-    encode_tile(value, shift, errors, encoded, message, first, blocks, size, inside, FORM, SCALE, HAS_ERROR)
+    encode_tile(value, shift, errors, encoded, tile, inside, CODE, HAS_ERROR)
 
 
 @triton.jit
@@ -341,33 +338,26 @@ def load_scale(at, inside):
 
 
 @triton.jit
-def decoded(
-    messages,
-    message,
-    first,
-    blocks,
-    size,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def decoded(messages, tile, CODE: tl.constexpr):
     """Decode a tile of a message to four vectors, FP32 [entries of the tile / 4]: every fourth entry, from the i-th on.
 
     A thread decodes four entries that follow each other, and loads their word and scales itself: the other threads of
     the word load them from the same cache line. One load for each word would be followed by an exchange between
     threads through shared memory. An exclusive or with zero at run time prevents loads of several words in one thread.
     """
+    _, first, blocks, _ = tile
+    FORM: tl.constexpr = CODE[0]
+    BLOCK: tl.constexpr = CODE[2]
     BITS: tl.constexpr = bits_of(FORM)
     EACH: tl.constexpr = 32 // BITS
     SCALES: tl.constexpr = scales_per_block(FORM)
     MASK: tl.constexpr = (1 << BITS) - 1
-    four = tl.arange(0, ROWS * BLOCK // 4) ^ tl.minimum(blocks, 0)
+    four = tl.arange(0, CODE[3] * BLOCK // 4) ^ tl.minimum(blocks, 0)
     word = four // (EACH // 4)
     inside = word < (blocks - first) * (BLOCK // EACH)
-    packed = tl.load(words_at(messages, message, first, size, BLOCK, FORM) + word, mask=inside, other=0)
+    packed = tl.load(words_at(messages, tile, CODE) + word, mask=inside, other=0)
     packed = packed >> (four % (EACH // 4) * (4 * BITS))
-    at = scales_at(messages, message, first, blocks, size, BLOCK, FORM, SCALE) + word // (BLOCK // EACH) * SCALES
+    at = scales_at(messages, tile, CODE) + word // (BLOCK // EACH) * SCALES
     low = load_scale(at, inside)
     high = low
     if SCALES == 2:
@@ -387,36 +377,33 @@ def joined(a, b, c, d, EACH: tl.constexpr):
 
 
 @triton.jit
-def store_values(out, message, first, blocks, values, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def decoded_tile(messages, tile, CODE: tl.constexpr):
+    """Decode a tile of a message to FP32 [WORDS, EACH]."""
+    a, b, c, d = decoded(messages, tile, CODE)
+    return joined(a, b, c, d, 32 // bits_of(CODE[0]))
+
+
+@triton.jit
+def store_values(out, tile, values, BLOCK: tl.constexpr):
     """Store [WORDS, EACH] to the tile of a row of `out`."""
+    message, first, blocks, _ = tile
     WORDS: tl.constexpr = values.shape[0]
     EACH: tl.constexpr = values.shape[1]
-    word, inside = inside_of(first, blocks, BLOCK // EACH, WORDS)
+    word, inside = inside_of(tile, BLOCK // EACH, WORDS)
     at = out + (message * blocks + first) * BLOCK + word[:, None] * EACH + tl.arange(0, EACH)[None, :]
     tl.store(at, values, mask=inside[:, None])
 
 
 @triton.jit
-def decoded_sum(
-    messages,
-    message,
-    step,
-    count,
-    first,
-    blocks,
-    size,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Return the sum of a tile of `count` messages from `message` on, every `step`-th, in their order."""
-    a = tl.zeros((ROWS * BLOCK // 4,), tl.float32)
+def decoded_sum(messages, tile, step, count, CODE: tl.constexpr):
+    """Return the sum of a tile of `count` messages from that of the tile on, every `step`-th, in their order."""
+    message, first, blocks, size = tile
+    a = tl.zeros((CODE[3] * CODE[2] // 4,), tl.float32)
     b, c, d = a, a, a
     for i in range(count):
-        e, f, g, h = decoded(messages, message + i * step, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
+        e, f, g, h = decoded(messages, (message + i * step, first, blocks, size), CODE)
         a, b, c, d = a + e, b + f, c + g, d + h
-    return joined(a, b, c, d, 32 // bits_of(FORM))
+    return joined(a, b, c, d, 32 // bits_of(CODE[0]))
 
 
 @triton.jit(do_not_specialize=["blocks", "size"])
@@ -431,9 +418,8 @@ def decode_kernel(
     ROWS: tl.constexpr,
 ):
     """Decode messages of `blocks` blocks and `size` * 16 bytes to rows of `out`."""
-    message, first = tile_of(blocks, ROWS)
-    a, b, c, d = decoded(encoded, message, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
-    store_values(out, message, first, blocks, joined(a, b, c, d, 32 // bits_of(FORM)), BLOCK, ROWS)
+    tile = tile_of(blocks, size, ROWS)
+    store_values(out, tile, decoded_tile(encoded, tile, (FORM, SCALE, BLOCK, ROWS)), BLOCK)
 
 
 @triton.jit(do_not_specialize=["messages", "sums", "blocks", "size"])
@@ -450,9 +436,8 @@ def decode_and_sum_kernel(
     ROWS: tl.constexpr,
 ):
     """Decode `messages` messages of every sum and add them in their order, in registers; `out` is written once."""
-    message, first = tile_of(blocks, ROWS)
-    total = decoded_sum(encoded, message, sums, messages, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
-    store_values(out, message, first, blocks, total, BLOCK, ROWS)
+    tile = tile_of(blocks, size, ROWS)
+    store_values(out, tile, decoded_sum(encoded, tile, sums, messages, (FORM, SCALE, BLOCK, ROWS)), BLOCK)
 
 
 @triton.jit(do_not_specialize=["divisor", "messages", "blocks", "size"])
@@ -475,14 +460,15 @@ def encode_mean_kernel(
 
     HAS_ERROR: write the quantization error. ADDS_ERROR: add its value before to the result.
     """
-    message, first = tile_of(blocks, ROWS)
-    total = decoded_sum(encoded, message, 1, messages, first, blocks, size, FORM, SCALE, BLOCK, ROWS)
+    CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
+    tile = tile_of(blocks, size, ROWS)
+    total = decoded_sum(encoded, tile, 1, messages, CODE)
     total = tl.div_rn(total, tl.zeros_like(total) + divisor)
-    entry, inside = entries_of(first, blocks, BLOCK, ROWS, FORM)
-    value, errors = tl.reshape(total, entry.shape), error + first * BLOCK + entry
+    entry, inside = entries_of(tile, CODE)
+    value, errors = tl.reshape(total, entry.shape), error + tile[1] * BLOCK + entry
     if ADDS_ERROR:
         value += tl.load(errors, mask=inside[:, None, None], other=0.0)
-    encode_tile(value, None, errors, out, message, first, blocks, size, inside, FORM, SCALE, HAS_ERROR)
+    encode_tile(value, None, errors, out, tile, inside, CODE, HAS_ERROR)
 
 
 @triton.jit(do_not_specialize=["rows"])

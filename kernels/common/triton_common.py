@@ -2,11 +2,11 @@
 
 A launch covers many tensors. Program i processes tile i of a list with four int32 per tile: tensor, first block,
 number of blocks, and the first block among those of all tensors. A tile has ROWS blocks of BLOCK entries of one tensor,
-as [ROWS, BYTES, 8]: the last axis is the bits of a mask's byte, and BYTES is BLOCK / 8, rounded up to a power of two.
-The pointer table has one row of int64 per tensor with the addresses of its data. With ALIGNED_TILE the tile is complete
-and its storage is aligned to 16 bytes, so that loads are wide; all other tiles use a separate launch. A tile may also
-be [ROWS, UNITS, WIDTH], with parts of WIDTH entries instead of bytes: with WIDTH = 4 a part is the 16 bytes that a
-thread loads at once, so that threads exchange nothing.
+as [ROWS, UNITS, WIDTH], with parts of WIDTH entries: with WIDTH = 8 a part has the bits of a mask's byte, with
+WIDTH = 4 it is the 16 bytes that a thread loads at once, so that threads exchange nothing. UNITS is BLOCK / WIDTH,
+rounded up to a power of two; SHAPE is (ROWS, UNITS, WIDTH, BLOCK). The pointer table has one row of int64 per tensor
+with the addresses of its data. With ALIGNED_TILE the tile is complete and its storage is aligned to 16 bytes, so that
+loads are wide; all other tiles use a separate launch.
 
 No result depends on the warp size. `enable_fp_fusion` is off at every launch: a multiplication and an addition are
 rounded separately, as in PyTorch.
@@ -82,23 +82,12 @@ def tile_of(tiles, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def entries(left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr):
-    """Return the indices of the tile's entries, int32 [ROWS, BYTES, 8], and a mask of those that exist."""
-    byte = tl.arange(0, BYTES)[None, :, None]
-    local = tl.arange(0, ROWS)[:, None, None] * BLOCK + byte * 8 + tl.arange(0, 8)[None, None, :]
-    inside = (byte < BLOCK // 8) & (local >= 0)
-    if not ALIGNED_TILE:
-        inside = inside & (local < left)
-    return local, inside
-
-
-@triton.jit
-def entries_of_units(
-    left, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr
-):
+def entries_of_tile(left, SHAPE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
     """Return the indices of the tile's entries, int32 [ROWS, UNITS, WIDTH], and a mask of those that exist."""
-    unit = tl.arange(0, UNITS)[None, :, None]
-    local = tl.arange(0, ROWS)[:, None, None] * BLOCK + unit * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    WIDTH: tl.constexpr = SHAPE[2]
+    BLOCK: tl.constexpr = SHAPE[3]
+    unit = tl.arange(0, SHAPE[1])[None, :, None]
+    local = tl.arange(0, SHAPE[0])[:, None, None] * BLOCK + unit * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = (unit < BLOCK // WIDTH) & (local >= 0)
     if not ALIGNED_TILE:
         inside = inside & (local < left)
@@ -106,15 +95,15 @@ def entries_of_units(
 
 
 @triton.jit
-def bits_of_units(
-    mask, block, left, masked, ROWS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def bits_of_units(mask, block, left, masked, SHAPE: tl.constexpr):
     """Load the bits of a packed mask, int32 [ROWS, UNITS]: all ones unless `masked`; 0 beyond the tensor.
 
-    An exclusive or with zero at run time gives each thread one unit, as in `mask_bytes`.
+    An exclusive or with zero at run time gives each thread one unit.
     """
-    unit = tl.arange(0, UNITS)[None, :] ^ tl.minimum(left, 0)
-    row = tl.arange(0, ROWS)[:, None]
+    WIDTH: tl.constexpr = SHAPE[2]
+    BLOCK: tl.constexpr = SHAPE[3]
+    unit = tl.arange(0, SHAPE[1])[None, :] ^ tl.minimum(left, 0)
+    row = tl.arange(0, SHAPE[0])[:, None]
     first = row * BLOCK + unit * WIDTH
     inside = (unit < BLOCK // WIDTH) & (first < left)
     at = mask + (block + row).to(tl.int64) * (BLOCK // 8) + unit * WIDTH // 8

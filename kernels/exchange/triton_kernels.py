@@ -21,9 +21,8 @@ import triton.language as tl
 from torchtitan_scape.kernels.codec.triton_kernels import (
     bits_of,
     codes_of,
-    decoded,
     decoded_sum,
-    joined,
+    decoded_tile,
     round_nearest,
     scales_of,
     store_codes,
@@ -99,6 +98,24 @@ def entries_of(
     return block * stride + offset, inside
 
 
+@triton.jit
+def words_of(tiles, slices, addresses, blocks, CODE: tl.constexpr, FULL: tl.constexpr):
+    """Return this program's entries as [WORDS, EACH], as messages are decoded.
+
+    Returns:
+        Address of the tensor, first entry of the tile in it, message, first block in the message, position of each word
+        in the tile, position of each entry after the first one, and whether it exists.
+    """
+    BLOCK: tl.constexpr = CODE[2]
+    EACH: tl.constexpr = 32 // bits_of(CODE[0])
+    number, row, message, start, count = tile_of(tiles, blocks)
+    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
+    word = tl.arange(0, CODE[3] * BLOCK // EACH)[:, None]
+    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
+    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
+    return address, first_at, message, start, word * EACH, at, inside
+
+
 @triton.jit(do_not_specialize=["tensors", "blocks", "size", "replica", "replicas", "factor", "elsewhere"])
 def encode_kernel(
     tiles,
@@ -172,7 +189,8 @@ def encode_kernel(
         kept = exists & everywhere(tl.load(applied) != 0, at)
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         tl.store(seconds, rounded(error, SECOND_DTYPE), mask=kept)
-    store_codes(encoded, message, start, blocks, size, codes, low, high, block < count, FORM, SCALE)
+    tile = message, start, blocks, size
+    store_codes(encoded, tile, codes, low, high, block < count, (FORM, SCALE, BLOCK, ROWS))
 
 
 @triton.jit(do_not_specialize=["tensors", "blocks", "size", "replica", "replicas", "factor", "elsewhere"])
@@ -213,26 +231,20 @@ def apply_kernel(
     if SUBTRACTS:  # noqa: SIM102  # a constant and a tensor
         if not is_applied:
             return
-    EACH: tl.constexpr = 32 // bits_of(FORM)
-    WORDS: tl.constexpr = ROWS * BLOCK // EACH
-    number, row, message, start, count = tile_of(tiles, blocks)
-    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
-    word = tl.arange(0, WORDS)[:, None]
-    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
-    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
-    a, b, c, d = decoded(encoded, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
-    mean = joined(a, b, c, d, EACH)
+    CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
+    address, first_at, message, start, word, at, inside = words_of(tiles, slices, addresses, blocks, CODE, FULL)
+    tile = message, start, blocks, size
+    mean = decoded_tile(encoded, tile, CODE)
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     if HAS_SECOND:
         owned = everywhere(message == replica, at)
         kept = inside if SUBTRACTS else inside & everywhere(is_applied, at)
-        owned_at = owned_error + start * BLOCK + word * EACH + tl.arange(0, EACH)[None, :]
+        owned_at = owned_error + start * BLOCK + word + tl.arange(0, 32 // bits_of(FORM))[None, :]
         rounding = tl.load(owned_at, mask=inside & owned, other=0.0) * replicas.to(tl.float32)
         errors = pointer(address, tensors, first_at, _OWNER_ERROR, tl.float32, FULL) + at
         seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
         if not ERRORS_STORED:
-            a, b, c, d = decoded(sent, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
-            encoded_value = joined(a, b, c, d, EACH)
+            encoded_value = decoded_tile(sent, tile, CODE)
             first = tl.load(firsts, mask=inside, other=0.0).to(tl.float32)
             second = tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
             if SUBTRACTS:
@@ -284,19 +296,15 @@ def decode_kernel(
     ADDS: tl.constexpr,
 ):
     """Decode: first += message (ADDS), or first = mean of `messages` messages / `steps`."""
-    EACH: tl.constexpr = 32 // bits_of(FORM)
-    WORDS: tl.constexpr = ROWS * BLOCK // EACH
-    number, row, message, start, count = tile_of(tiles, blocks)
-    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
-    word = tl.arange(0, WORDS)[:, None]
-    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
-    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
+    CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
+    address, first_at, message, start, _, at, inside = words_of(tiles, slices, addresses, blocks, CODE, FULL)
+    tile = message, start, blocks, size
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     if ADDS:
-        a, b, c, d = decoded(encoded, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
-        value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) + joined(a, b, c, d, EACH)
+        message_values = decoded_tile(encoded, tile, CODE)
+        value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) + message_values
     else:
-        total = decoded_sum(encoded, message, 1, messages, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
+        total = decoded_sum(encoded, tile, 1, messages, CODE)
         none = tl.zeros_like(total)
         value = tl.div_rn(tl.div_rn(total, none + messages.to(tl.float32)), none + steps.to(tl.float32))
     tl.store(firsts, rounded(value, DTYPE), mask=inside)
@@ -357,16 +365,11 @@ def error_kernel(
     """If `applied`, second = first * factor + second - message: the quantization error of a message that was sent."""
     if tl.load(applied) == 0:
         return
-    EACH: tl.constexpr = 32 // bits_of(FORM)
-    WORDS: tl.constexpr = ROWS * BLOCK // EACH
-    number, row, message, start, count = tile_of(tiles, blocks)
-    address, first_at = addresses + tl.load(slices + number * 4), first_entry(slices, number, row)
-    word = tl.arange(0, WORDS)[:, None]
-    block, offset = word // (BLOCK // EACH), word % (BLOCK // EACH) * EACH + tl.arange(0, EACH)[None, :]
-    at, inside = entries_of(slices, number, row, count, block, offset, BLOCK, FULL, False)
+    CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
+    address, first_at, message, start, _, at, inside = words_of(tiles, slices, addresses, blocks, CODE, FULL)
+    tile = message, start, blocks, size
     firsts = pointer(address, tensors, first_at, _FIRST, DTYPE, FULL) + at
     seconds = pointer(address, tensors, first_at, _SECOND, SECOND_DTYPE, FULL) + at
     value = tl.load(firsts, mask=inside, other=0.0).to(tl.float32) * factor
     value += tl.load(seconds, mask=inside, other=0.0).to(tl.float32)
-    a, b, c, d = decoded(sent, message, start, blocks, size, FORM, SCALE, BLOCK, ROWS)
-    tl.store(seconds, rounded(value - joined(a, b, c, d, EACH), SECOND_DTYPE), mask=inside)
+    tl.store(seconds, rounded(value - decoded_tile(sent, tile, CODE), SECOND_DTYPE), mask=inside)

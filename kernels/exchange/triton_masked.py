@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import DeviceTable, Range, TileSchedule, aligned, as_flag, to_device
+from torchtitan_scape.kernels.common.launching import DeviceTable, Range, TileSchedule, aligned, to_device
 from torchtitan_scape.kernels.common.triton_common import (
     FIRST_BLOCK,
     PARAMETER,
@@ -26,7 +26,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_units,
+    entries_of_tile,
     pointer,
     spread_units,
     table_row,
@@ -82,6 +82,7 @@ def masked_kernel(
     mask of a tensor belong to the chunk of that one. positions: int64, first payload entry of every tile, and the end.
     ROWS is 1. Only tiles at the ends of a chunk have narrow loads and stores.
     """
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
     tensor, row, first, left = tile_of(tiles, table, BLOCK)
     at_tile = positions + cell(table, tensor, FIRST_BLOCK) + row
     last = cell(table, tensor, PAYLOAD) - 1 - chunk_first
@@ -90,10 +91,10 @@ def masked_kernel(
         return
     has_residual = cell(table, tensor, STATE) != 0
     mask = pointer(table, tensor, PARAMETER, tl.uint8, False)
-    bits = bits_of_units(mask, row, left, has_residual, ROWS, UNITS, WIDTH, BLOCK)
+    bits = bits_of_units(mask, row, left, has_residual, SHAPE)
     counts = count_bits(bits)
     before = tl.cumsum(counts, 1) - counts
-    local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
     used = spread_units(bits, WIDTH)
     lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
     at = base + before[:, :, None] + count_bits(bits[:, :, None] & lower)
@@ -183,7 +184,7 @@ class MaskedPayload:
     def __init__(
         self, masked: MaskedTensors, gradients: Sequence[Tensor], applied: Tensor, factor: float, divisor: float
     ) -> None:
-        self._masked, self._applied, self._rates = masked, as_flag(applied), (factor, divisor)
+        self._masked, self._applied, self._rates = masked, applied, (factor, divisor)
         self.entries, self.device = masked.ends[-1], masked.table.device
         self._addresses = masked.addresses.set(launching.addresses(gradients))
         self._kinds = masked.kinds[masked.is_aligned and aligned(*gradients)]

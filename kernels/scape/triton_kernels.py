@@ -31,7 +31,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     ONE_MINUS_BETA1,
     PARAMETER,
     STATE,
-    entries_of_units,
+    entries_of_tile,
     pointer,
     rate,
     spread_units,
@@ -95,13 +95,14 @@ def pack_kernel(
     written to `selection`.
     """
     is_applied = tl.load(applied)
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
     tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
-    local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+    local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first
     states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, GRADIENT_RATE)
-    used = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
-    held = bits_of_tile(previous, previous_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
+    used = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, SHAPE, FORM)
+    held = bits_of_tile(previous, previous_masked, table, tensor, block, left, SHAPE, FORM)
     if FORM != "in place":
         base = payload_of_tile(table, tensor, row)
         payload += base
@@ -169,9 +170,9 @@ def pack_kernel(
         keys = tl.where(inside, moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
         bits = to_bytes(select_in_blocks(keys, k))
         if SELECT == "bitmap":
-            store_bitmap(selection, bits, block - own_block, left, ROWS, UNITS, BLOCK)
+            store_bitmap(selection, bits, block - own_block, left, BLOCK)
         else:
-            store_offsets(selection, bits, block - own_block, left, k, ROWS, UNITS, BLOCK)
+            store_offsets(selection, bits, block - own_block, left, k, BLOCK)
 
 
 @triton.jit(do_not_specialize=["first_tile"])
@@ -213,10 +214,12 @@ def gradient_kernel(
 
     All tiles use the same code: the order of summation must not depend on the alignment of a replica's gradients.
     """
-    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, False)
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
+    masks = in_use, previous, in_use_masked, previous_masked
+    tile = block_tile(tiles, table, BLOCK, False)
+    tensor, _, _, first, _ = tile
     some, at, number, values, used, was_held = processed_entries(
-        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
-        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, False, FORM),
+        payload, lists, table, masks, tile, SHAPE, ENTRIES, False, FORM
     )
     mean = tl.load(values + number, mask=some, other=0.0)
     if OWNED:
@@ -268,15 +271,17 @@ def update_kernel(
     """
     if tl.load(applied) == 0:
         return
-    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
+    masks = in_use, previous, in_use_masked, previous_masked
+    tile = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    tensor, row, _, first, left = tile
     if WRITES:
-        local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+        local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
         parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         decayed = parameter - parameter * rate(rates, tensor, DECAY)
     some, at, number, values, used, was_held = processed_entries(
-        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
-        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, ALIGNED_TILE, FORM),
+        payload, lists, table, masks, tile, SHAPE, ENTRIES, ALIGNED_TILE, FORM
     )
     states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     moments = states
@@ -286,10 +291,8 @@ def update_kernel(
     if WRITES and FORM == "listed":
         tl.store(parameters + local, decayed.to(DTYPE), mask=inside)
     gh = (mean - before * rate(rates, tensor, BETA1)) * (1.0 / rate(rates, tensor, ONE_MINUS_BETA1))
-    moment, step = moment_and_step(
-        *(before, gh, used & ~was_held, at, tensor, first, table, rates, corrections, clip, fresh_counts, relative),
-        *(SCALED, CLIP_MOMENT),
-    )
+    inputs = rates, corrections, clip, fresh_counts, relative
+    moment, step = moment_and_step(before, gh, used & ~was_held, at, tile, table, inputs, SCALED, CLIP_MOMENT)
     if FORM == "listed":
         tl.store(moments + number, moment, mask=some)
         if WRITES:
@@ -364,26 +367,27 @@ def owned_update_kernel(
     """
     if tl.load(applied) == 0:
         return
-    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
+    masks = in_use, previous, in_use_masked, previous_masked
+    tile = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    tensor, _, _, first, left = tile
     decay = rate(rates, tensor, DECAY)
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     if HAS_MASTER:
         parameters = pointer(table, tensor, MASTER, tl.float32, ALIGNED_TILE) + first
     if HAS_MASTER and FORM == "listed":
-        local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+        local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
         master = tl.load(parameters + local, mask=inside, other=0.0)
         tl.store(parameters + local, master - master * decay, mask=inside)
         tl.debug_barrier()  # other threads write the entries of the mask below
     some, at, number, values, used, was_held = processed_entries(
-        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
-        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, ALIGNED_TILE, FORM),
+        payload, lists, table, masks, tile, SHAPE, ENTRIES, ALIGNED_TILE, FORM
     )
     commons = pointer(table, tensor, COMMON, tl.float32, ALIGNED_TILE) + first
     common, gh = tl.load(commons + at, mask=some, other=0.0), tl.load(values + number, mask=some, other=0.0)
-    moment, step = moment_and_step(
-        *(tl.where(was_held, common, 0.0), gh, used & ~was_held, at, tensor, first, table, rates, corrections, clip),
-        *(fresh_counts, relative, SCALED, CLIP_MOMENT),
-    )
+    inputs = rates, corrections, clip, fresh_counts, relative
+    before = tl.where(was_held, common, 0.0)
+    moment, step = moment_and_step(before, gh, used & ~was_held, at, tile, table, inputs, SCALED, CLIP_MOMENT)
     value = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
     if not (HAS_MASTER and FORM == "listed"):
         value -= value * decay
@@ -423,19 +427,21 @@ def write_kernel(
     """Write the owners' values on A, FP32 or BF16, and with DECAYS apply weight decay off A."""
     if tl.load(applied) == 0:
         return
-    tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
+    masks = in_use, previous, in_use_masked, previous_masked
+    tile = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
+    tensor, _, _, first, left = tile
     parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
     decay = rate(rates, tensor, DECAY)
     some, at, number, values, used, _ = processed_entries(
-        *(payload, lists, table, in_use, previous, in_use_masked, previous_masked, tensor, row, block, first, left),
-        *(ROWS, UNITS, WIDTH, BLOCK, ENTRIES, ALIGNED_TILE, FORM),
+        payload, lists, table, masks, tile, SHAPE, ENTRIES, ALIGNED_TILE, FORM
     )
     value = tl.load(values + number, mask=some, other=0.0).to(tl.float32)
     parameter = tl.load(parameters + at, mask=some, other=0.0).to(tl.float32)
     decayed = parameter - parameter * decay
     if FORM == "listed":
         if DECAYS:
-            local, inside = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+            local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
             every = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
             tl.store(parameters + local, (every - every * decay).to(DTYPE), mask=inside)
             tl.debug_barrier()  # other threads write the entries of the mask below

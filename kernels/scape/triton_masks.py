@@ -18,7 +18,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_units,
+    entries_of_tile,
     pointer,
     spread_units,
 )
@@ -235,8 +235,9 @@ def move_kernel(
     TO_CHUNK: tl.constexpr,
 ):
     """Copy payload entries [chunk_first, chunk_first + chunk_entries) between the gradients' storage and `chunk`."""
+    SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
     tensor, row, block, first, left = block_tile(tiles, table, BLOCK, False)
-    bits = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
+    bits = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, SHAPE, FORM)
     counts = count_bits(bits)
     line = tl.arange(0, ROWS)[:, None]
     per_block = cell(table, tensor, PER_BLOCK)
@@ -244,7 +245,7 @@ def move_kernel(
     base = payload_of_tile(table, tensor, row) - chunk_first
     if (base >= chunk_entries) | (base + tl.max(at + counts) <= 0):
         return
-    local, _ = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, False)
+    local, _ = entries_of_tile(left, SHAPE, False)
     lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
     position = base + at[:, :, None] + count_bits(bits[:, :, None] & lower)
     moved = spread_units(bits, WIDTH) & (position >= 0) & (position < chunk_entries)
@@ -270,8 +271,8 @@ def list_kernel(
 ):
     """List the entries of a packed mask with k entries per block. WIDTH is 8."""
     _, _, block, _, left = block_tile(tiles, table, BLOCK, False)
-    bits = bits_of_units(mask, block, left, masked != 0, ROWS, UNITS, WIDTH, BLOCK)
-    store_offsets(lists, bits, block, left, k, ROWS, UNITS, BLOCK)
+    bits = bits_of_units(mask, block, left, masked != 0, (ROWS, UNITS, WIDTH, BLOCK))
+    store_offsets(lists, bits, block, left, k, BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------- host side

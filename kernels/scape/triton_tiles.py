@@ -35,7 +35,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_units,
+    entries_of_tile,
     lowest,
     pointer,
     rate,
@@ -64,26 +64,14 @@ def block_tile(tiles, table, BLOCK: tl.constexpr, ALIGNED_TILE: tl.constexpr):
 
 
 @triton.jit
-def bits_of_tile(
-    mask,
-    masked,
-    table,
-    tensor,
-    block,
-    left,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def bits_of_tile(mask, masked, table, tensor, block, left, SHAPE: tl.constexpr, FORM: tl.constexpr):
     """Return the tile's bits of a mask, [ROWS, UNITS]: all ones unless `masked`, and for tensors without a mask."""
     is_masked = masked != 0
     if FORM == "whole":
         is_masked = False
     elif FORM == "in place":
         is_masked = is_masked & (cell(table, tensor, FIRST_BLOCK) >= 0)
-    return bits_of_units(mask, block, left, is_masked, ROWS, UNITS, WIDTH, BLOCK)
+    return bits_of_units(mask, block, left, is_masked, SHAPE)
 
 
 @triton.jit
@@ -122,37 +110,31 @@ def processed_entries(
     payload,
     lists,
     table,
-    in_use,
-    previous,
-    in_use_masked,
-    previous_masked,
-    tensor,
-    row,
-    block,
-    first,
-    left,
-    ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    masks,
+    tile,
+    SHAPE: tl.constexpr,
     ENTRIES: tl.constexpr,
     ALIGNED_TILE: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Return the entries of a tile: which exist, their indices in the tile, the position of their payload (relative to
     the third result but one), the pointer to the payload of the tile, and whether they are in A and in P.
+
+    masks: A and P, and whether they are masked. tile: of `block_tile`.
     """
+    in_use, previous, in_use_masked, previous_masked = masks
+    tensor, row, block, first, left = tile
+    BLOCK: tl.constexpr = SHAPE[3]
     if FORM == "listed":
         some, at, number = listed_entries(lists, table, tensor, left, block, ENTRIES, BLOCK)
         used = some
         was_held = bits_of_entries(previous, previous_masked, block, at, some, BLOCK)
     else:
-        at, some = entries_of_units(left, ROWS, UNITS, WIDTH, BLOCK, ALIGNED_TILE)
+        at, some = entries_of_tile(left, SHAPE, ALIGNED_TILE)
         number = at
-        bits = bits_of_tile(in_use, in_use_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
-        used = spread_units(bits, WIDTH)
-        bits = bits_of_tile(previous, previous_masked, table, tensor, block, left, ROWS, UNITS, WIDTH, BLOCK, FORM)
-        was_held = spread_units(bits, WIDTH)
+        used = spread_units(bits_of_tile(in_use, in_use_masked, table, tensor, block, left, SHAPE, FORM), SHAPE[2])
+        bits = bits_of_tile(previous, previous_masked, table, tensor, block, left, SHAPE, FORM)
+        was_held = spread_units(bits, SHAPE[2])
     if FORM == "in place":
         values = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
     else:
@@ -161,28 +143,16 @@ def processed_entries(
 
 
 @triton.jit
-def moment_and_step(
-    before,
-    gradient,
-    newly,
-    at,
-    tensor,
-    first,
-    table,
-    rates,
-    corrections,
-    clip,
-    fresh_counts,
-    relative,
-    SCALED: tl.constexpr,
-    CLIP_MOMENT: tl.constexpr,
-):
+def moment_and_step(before, gradient, newly, at, tile, table, inputs, SCALED: tl.constexpr, CLIP_MOMENT: tl.constexpr):
     """Return the new moment, and the update times the learning rate, of entries `at` of a tile.
 
     before: moment of the last step. gradient: synchronized, before clipping. newly: the entry is in A and not in P.
+    tile: of `block_tile`. inputs: the arguments of the update kernels from `rates` on.
     SCALED: multiply the update of such entries by their staleness, and their moment by KEPT_MOMENT. The staleness is
     the mean of the tensor by Little's law, divided by the relative visit rates of row and column.
     """
+    tensor, _, _, first, _ = tile
+    rates, corrections, clip, fresh_counts, relative = inputs
     moment, step = adams(
         before,
         gradient,
@@ -285,20 +255,20 @@ def to_bytes(bits):
 
 
 @triton.jit
-def store_bitmap(bitmap, bits, line, left, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    """Store bytes [ROWS, BYTES] of a mask as blocks `line` and following."""
-    rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
+def store_bitmap(bitmap, bits, line, left, BLOCK: tl.constexpr):
+    """Store bytes of a mask, a row for each block, as blocks `line` and following."""
+    rows, byte = tl.arange(0, bits.shape[0])[:, None], tl.arange(0, bits.shape[1])[None, :]
     at = bitmap + line.to(tl.int64) * (BLOCK // 8) + rows * (BLOCK // 8) + byte
     tl.store(at, bits.to(tl.uint8), mask=(byte < BLOCK // 8) & (rows * BLOCK < left))
 
 
 @triton.jit
-def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr):
+def store_offsets(offsets, bits, line, left, k, BLOCK: tl.constexpr):
     """Store the indices of the set bits in ascending order, int16 (blocks, k).
 
     A row with fewer than k set bits has no others: the positions after them follow, as in `reference.select_blocks`.
     """
-    rows, byte = tl.arange(0, ROWS)[:, None], tl.arange(0, BYTES)[None, :]
+    rows, byte = tl.arange(0, bits.shape[0])[:, None], tl.arange(0, bits.shape[1])[None, :]
     counts = count_bits(bits)
     at = offsets + (line + rows).to(tl.int64) * k
     position = tl.cumsum(counts, 1) - counts
@@ -308,7 +278,7 @@ def store_offsets(offsets, bits, line, left, k, ROWS: tl.constexpr, BYTES: tl.co
         later = first + byte + tl.zeros_like(bits)
         unused = (later >= total) & (later < k) & (rows * BLOCK < left)
         tl.store(at + later, later.to(tl.int16), mask=unused)
-        first += BYTES
+        first += bits.shape[1]
     left_over = tl.max(counts)
     while left_over > 0:
         left_over -= 1
