@@ -202,7 +202,7 @@ def train(args: argparse.Namespace, kills: int, folder: Path) -> Row:
     dice, rows = random.Random(args.seed), list[Row]()
     with LiveRun(folder, args.replicas, [*options, f"--seed={args.seed}"]) as run:
         for number in range(kills):
-            run.wait_for_batches(args.batches * number / kills)
+            run.wait_for_batches(max(1.0, args.batches * number / kills))
             time.sleep(dice.uniform(0.0, 3.0))
             run.update()
             if run.of("end"):
