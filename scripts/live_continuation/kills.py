@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, ROOT, RunError, command_of, commit, markdown, run_command, versions, write
+from scripts.common import RESULTS, ROOT, RunError, command_of, markdown, run_command, versions, write
 from scripts.live_continuation.membership import Coordinator
 
 MOMENTS = ("step", "exchange", "vote")
@@ -272,11 +272,7 @@ Each loss:
 
 def main(args: argparse.Namespace) -> None:
     begin, scratch = time.monotonic(), Path(tempfile.mkdtemp(prefix="scape-live-"))
-    made = {
-        "command": command_of("scripts.live_continuation.kills"),
-        "commit": commit("scripts", "torchtitan_scape"),
-        "versions": versions(),
-    }
+    made: Row = {"command": command_of("scripts.live_continuation.kills"), "versions": versions()}
     killed = train(args, args.kills, scratch / "killed")
     undisturbed = train(args, 0, scratch / "undisturbed")
     made |= {"seconds": time.monotonic() - begin, "undisturbed": undisturbed, "killed": killed}

@@ -79,14 +79,14 @@ class Replica:
         self.options = METHODS[args.method](inner_steps=NEVER)
         self.names: list[str] = []
         self.round, self.position, self.trained = (-1 if args.joins else 0), args.seed << 32, 0
-        self._ends = False
+        self._ends, self._quorum = False, -1
         self.optimizer = self._build(None)
 
     # ------------------------------------------------------------------------------------------- training
 
     def run(self, target: int) -> None:
         """Train until the displacements of `target` batches were applied, or a quorum ends the run."""
-        self.log("ready")
+        self.log("ready", pid=os.getpid())
         trained = False
         while self.synchronize(trained) and not self._ends and self.trained < target:
             self.train_round()
@@ -131,6 +131,9 @@ class Replica:
         """
         self.log("arrives", round=self.round, trained=trained)
         while (quorum := self.membership.agree(Arrival(self.name, self.round, trained))) is not None:
+            if quorum.number != self._quorum + 1:
+                self._leave()  # the others went on without this replica
+            self._quorum = quorum.number
             newest = max(each.round for each in quorum.members)
             if newest < 0:
                 raise RuntimeError("no replica that is left has the state; start the run from a checkpoint")

@@ -1,6 +1,9 @@
 """scripts/live_continuation: replicas are killed, the others go on without a restart, and new ones join them."""
 
+import os
 import random
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +42,22 @@ def test_the_others_lose_no_step_and_a_new_replica_joins(method: str, moment: st
     assert 0 <= joined["bytes"] - 20 * parameters < 1000
     ends = run.of("end")
     assert len(ends) == 3 and len({e["loss"] for e in ends}) == 1 and ends[0]["loss"] < 4.8
+
+
+@pytest.mark.slow
+def test_a_halted_replica_is_left_out_and_returns(tmp_path: Path) -> None:
+    options = ["--inner_steps=2", "--batches=100000", "--patience=3"]
+    with LiveRun(tmp_path, 3, options, server.python()) as run:
+        run.wait_for_batches(12)
+        pid = run.of("ready", "1.0")[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        halted = time.monotonic()
+        run.wait_until(lambda: any(e["names"] == ["0.0", "2.0"] for e in run.of("exchanged")), "an exchange of two")
+        os.kill(pid, signal.SIGCONT)
+        run.wait_until(lambda: run.of("receives", "1.0", halted), "its return")
+        run.stop()
+        run.wait()
+    assert len(run.of("end")) == 3 and len({e["loss"] for e in run.of("end")}) == 1
 
 
 def plain_loop(options: MethodOptions, steps: int) -> float:
