@@ -8,6 +8,8 @@ with Launch(["--training.steps=20"], folder, nodes=2) as run:
 import contextlib
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -159,6 +161,51 @@ def start_process(
     return subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
+
+
+class PrivateFolders:
+    """Starts commands in mount namespaces, in which `folder` is a folder of the node.
+
+    Args:
+        folder: of the command; it exists.
+        own: parent of the nodes' folders, node0, node1, ...
+        start: starts a node's command, as for `Launch`.
+    """
+
+    def __init__(self, folder: Path, own: Path, start: Any = start_process) -> None:
+        self._folder, self._own, self._start = folder, own, start
+
+    def of(self, node: int) -> Path:
+        """Return the folder of a node, as seen from outside of its namespace."""
+        path = self._own / f"node{node}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def start(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Any
+    ) -> "subprocess.Popen[Any]":
+        script = 'mount --make-rprivate / && mount --bind "$0" "$1" && shift && exec "$@"'
+        inside = ["unshare", "--mount", "sh", "-c", script, str(self.of(node)), str(self._folder), *command]
+        process: subprocess.Popen[Any] = self._start(node, inside, environment, log)
+        return process
+
+    def merge(self, step: int, nodes: int, target: Path) -> Path:
+        """Copy the files of a step from all nodes into one folder, and return it."""
+        path = target / f"step-{step}"
+        for node in range(nodes):
+            source = self.of(node) / "checkpoint" / path.name
+            if source.is_dir():
+                shutil.copytree(source, path, dirs_exist_ok=True)
+        return path
+
+
+def kill_node(launch: Launch, node: int) -> None:
+    """Kill a node's launcher and rank."""
+    process = launch.launchers[node]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _entries(folder: Path) -> set[str]:

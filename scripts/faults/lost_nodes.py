@@ -9,11 +9,9 @@ same number of nodes; the next checkpoint must be equal in every bit. Writes los
 """
 
 import argparse
-import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import RESULTS, RunError, markdown, run_command, write
-from scripts.faults.fault_runs import COMMON, Launch, differences, free_endpoint
+from scripts.faults.fault_runs import COMMON, Launch, PrivateFolders, differences, free_endpoint, kill_node
 from torchtitan_scape.checkpoint.storage import is_finished
 
 GLOBAL_BATCH = 2
@@ -39,18 +37,24 @@ LIMIT_SECONDS = 600.0  # for a start, on a shared machine
 class ElasticRun:
     """A run on one or two nodes.
 
+    Args:
+        folders: folders of the nodes; None if they share `folder`.
+
     Attributes:
         launch: its launchers.
         intervals: number of nodes and step of the checkpoint that each start resumed from.
     """
 
-    def __init__(self, folder: Path, arguments: list[str], last_call: int = 30) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], last_call: int = 30, folders: PrivateFolders | None = None
+    ) -> None:
         environment = {
             "NNODES": "1:2",
             "RDZV_ENDPOINT": free_endpoint(),
             "PET_RDZV_CONF": f"last_call_timeout={last_call}",
         }
-        self.launch = Launch(arguments, folder, nodes=2, ranks_per_node=1, environment=environment)
+        self.folders, start = folders, None if folders is None else folders.start
+        self.launch = Launch(arguments, folder, 2, 1, environment, start)
         self.intervals: list[tuple[int, int]] = []
         self._seen = [0, 0]
         self.wait_for_start([0, 1])
@@ -74,12 +78,10 @@ class ElasticRun:
         return extra
 
     def kill(self, node: int) -> None:
-        """Kill a node's launcher and rank, which do not return."""
-        process = self.launch.launchers[node]
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in (process.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+        """Kill a node's launcher and rank, which do not return. A folder of its own is lost with it."""
+        kill_node(self.launch, node)
+        if self.folders is not None:
+            shutil.rmtree(self.folders.of(node))
 
     def start_again(self, node: int) -> None:
         self.launch.launchers[node] = self.launch.start(node)

@@ -244,7 +244,7 @@ def test_folders_without_a_checkpoint_are_not_complete(copy: Path) -> None:
 @given(sizes=st.lists(st.integers(0, 1000), max_size=12), world=st.integers(1, 5))
 def test_shares_are_disjoint_complete_and_even(sizes: list[int], world: int) -> None:
     files = [storage.FileSum(str(i), size, 0) for i, size in enumerate(sizes)]
-    shares = [storage._share(files, rank, world) for rank in range(world)]
+    shares = [storage.share_of(files, rank, world) for rank in range(world)]
     assert sorted((one.name for share in shares for one in share), key=int) == [one.name for one in files]
     loads = [sum(one.size for one in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)

@@ -40,6 +40,7 @@ from torchtitan_scape.core.text import first_text
 from torchtitan_scape.topology.groups import gather_lists
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
+UNPUBLISHED = "manifest.unpublished"  # until all nodes have their copies, see node_folders.py
 FORMAT = 1
 SHARED_SECONDS = 30.0  # time for the files of other nodes to become visible
 FAILED_STEPS = "failed_steps"  # a file next to the checkpoints
@@ -157,12 +158,15 @@ class CheckedWriter(FileSystemWriter):
     It works with dcp.save, and with dcp.async_save in a thread or a process, into a new folder or over an older
     checkpoint. use_collectives=False is refused, because no rank would know all files. An OSError, for example if the
     disk is full, is raised on every rank inside DCP's CheckpointException; see failure_text.
+
+    Args:
+        shared: All nodes share the folder. Otherwise the manifest has a preliminary name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], thread_count: int = 1) -> None:
+    def __init__(self, path: str | os.PathLike[str], thread_count: int = 1, shared: bool = True) -> None:
         # The streams synchronize their files themselves: DCP does so before Python's buffers are written.
         super().__init__(path, sync_files=False, thread_count=thread_count)
-        self.fs = _SummedFileSystem()
+        self.fs, self._shared = _SummedFileSystem(), shared
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -200,12 +204,14 @@ class CheckedWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult | FileSum]]) -> None:
         """Write `.metadata`, then the manifest. Called on the coordinator after all ranks have written their files."""
         sums = [one for of_rank in results for one in of_rank if isinstance(one, FileSum)]
-        _wait_for_all(Path(self.path), [one.name for one in sums])
+        if self._shared:
+            _wait_for_all(Path(self.path), [one.name for one in sums])
         self.fs.begin()
         sync_folder(Path(self.path).parent)
         sync_folder(Path(self.path))
         super().finish(metadata, [[one for one in of_rank if not isinstance(one, FileSum)] for of_rank in results])
-        _write_manifest(Path(self.path), [*sums, self.fs.sums[METADATA]])
+        name = MANIFEST if self._shared else UNPUBLISHED
+        _write_manifest(Path(self.path, name), [*sums, self.fs.sums[METADATA]])
 
 
 def _wait_for_all(path: Path, names: list[str]) -> None:
@@ -248,12 +254,12 @@ def _sum_of(files: dict[str, Any]) -> str:
 def _write_manifest(path: Path, sums: list[FileSum]) -> None:
     each = sorted(sums, key=lambda one: one.name)
     files = {one.name: {"bytes": one.size, "crc32": f"{one.crc32:08x}"} for one in each}
-    sync_folder(path)
-    write_whole(path / MANIFEST, json.dumps({"format": FORMAT, "files": files, "crc32": _sum_of(files)}, indent=1))
+    sync_folder(path.parent)
+    write_whole(path, json.dumps({"format": FORMAT, "files": files, "crc32": _sum_of(files)}, indent=1))
 
 
-def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
-    """Return the files of a checkpoint.
+def read_manifest(path: str | os.PathLike[str], name: str = MANIFEST) -> list[FileSum]:
+    """Return the files of a checkpoint, from the file `name`.
 
     Raises:
         ValueError: The manifest is missing or damaged, or has another format.
@@ -262,7 +268,7 @@ def read_manifest(path: str | os.PathLike[str]) -> list[FileSum]:
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     try:
-        manifest = parse_json((path / MANIFEST).read_bytes())
+        manifest = parse_json((path / name).read_bytes())
         version, files = manifest["format"], manifest["files"]
         if version == FORMAT and manifest["crc32"] != _sum_of(files):
             raise ValueError
@@ -295,7 +301,7 @@ def is_finished(path: str | os.PathLike[str]) -> bool:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a manifest, and every file has its size. `find_damage` also reads the data."""
     try:
-        return all(_damage_of(Path(path), one, reads=False) is None for one in read_manifest(path))
+        return all(damage_of(Path(path), one, reads=False) is None for one in read_manifest(path))
     except ValueError:
         return False
 
@@ -311,13 +317,13 @@ def find_damage(path: str | os.PathLike[str], rank: int = 0, world_size: int = 1
         files = read_manifest(path)
     except ValueError as error:
         return str(error)
-    for one in _share(files, rank, world_size):
-        if (damage := _damage_of(path, one, reads=True)) is not None:
+    for one in share_of(files, rank, world_size):
+        if (damage := damage_of(path, one, reads=True)) is not None:
             return damage
     return None
 
 
-def _share(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
+def share_of(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
     """Return this rank's files: the largest first, each assigned to the rank with the fewest bytes so far."""
     loads, mine = [0] * world_size, []
     for one in sorted(files, key=lambda one: (-one.size, one.name)):
@@ -328,7 +334,7 @@ def _share(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
     return mine
 
 
-def _damage_of(path: Path, one: FileSum, reads: bool) -> str | None:
+def damage_of(path: Path, one: FileSum, reads: bool) -> str | None:
     """Return the damage of a file, as a clause: a wrong size, or if it `reads` the file also a wrong checksum."""
     file, crc32 = path / one.name, one.crc32
     try:
@@ -437,7 +443,7 @@ def hosts_without(folder: str | os.PathLike[str], environment: Mapping[str, str]
     afterwards, and the folder as well if it did not exist before. Raises OSError as `check_shared`.
     """
     path = Path(folder).absolute()
-    probe = path / call_on_rank_0(lambda: _write_probe(path))
+    probe = path / call_on_rank_0(lambda: write_probe(path))
     host = None
     if environment.get("LOCAL_RANK", "0") == "0" and not (_is_visible(probe) and os.access(path, os.W_OK | os.X_OK)):
         host = socket.gethostname()
@@ -454,11 +460,11 @@ def not_shared_text(folder: str | os.PathLike[str], hosts: list[str]) -> str:
     return (
         f"{Path(folder).absolute()} is not a folder that all nodes share and may write to: a file of rank 0 is missing "
         f"on {first_text(hosts, 8)}; checkpoints need one. Set --job.dump_folder to a folder of a shared file "
-        "system, such as NFS or Lustre, or train without --checkpoint.enable"
+        "system, such as NFS or Lustre, or --checkpoint.copies=1 to keep them on the nodes"
     )
 
 
-def _write_probe(folder: Path) -> str:
+def write_probe(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     name = f".probe-{secrets.token_hex(8)}"
     (folder / name).touch(exist_ok=False)

@@ -56,6 +56,7 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "checkpoint.interval": (1, _INT32),
         "checkpoint.keep_latest_k": (0, _INT32),
         "checkpoint.load_step": (-1, _INT32),
+        "checkpoint.copies": (0, _INT32),
     },
     "profiling.enable_memory_snapshot": {"profiling.profile_freq": (1, _INT32)},
     "profiling.enable_profiling": {

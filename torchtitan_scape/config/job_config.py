@@ -181,7 +181,7 @@ class Topology(Options):
 
 @dataclass
 class Checkpoint(TitanCheckpoint):
-    """[checkpoint]: checkpoints, with the residuals of replicas. TorchTitan's keys, `residual` and `fallback`."""
+    """[checkpoint]: checkpoints, with the residuals of replicas. TorchTitan's keys and three others."""
 
     residual: Literal["exact", "mean", "drop"] = "exact"
     """Residuals in a checkpoint: those of every replica ("exact": 4 bytes per parameter and replica, bitwise resume),
@@ -190,6 +190,11 @@ class Checkpoint(TitanCheckpoint):
 
     fallback: bool = True
     """If the newest checkpoint is damaged, load the newest intact one before it, with a warning; false stops the run"""
+
+    copies: int = 0
+    """0: all nodes share `folder`. From 1 on it is private to each node, on a local disk or in memory (/dev/shm): every
+    node writes the files of its ranks, and sends them to this number of following nodes. A start needs one of these
+    nodes for every file, and sends each node the files that it lacks"""
 
 
 @dataclass

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_scape.checkpoint import storage
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata, read_record
 from torchtitan_scape.checkpoint.migration import migrate
+from torchtitan_scape.checkpoint.node_folders import NodeFolders
 from torchtitan_scape.checkpoint.reader import StateReader
 from torchtitan_scape.checkpoint.safe_load import forget_metadata, load_into, names_in
 from torchtitan_scape.checkpoint.state import (
@@ -68,19 +70,26 @@ class ReplicaCheckpointer(CheckpointManager):
     # Steps of damaged checkpoints, or newer than `checkpoint.load_step`. They do not count for `keep_latest_k`.
     _not_counted: set[int]
     _saving_group: dist.ProcessGroup | None
+    _nodes: NodeFolders | None = None  # None if all nodes share the folder
+    _publisher: ThreadPoolExecutor
 
-    def attach(self, record: RunMetadata, layout: GlobalLayout, fallback: bool, device: torch.device) -> None:
+    def attach(
+        self, record: RunMetadata, layout: GlobalLayout, fallback: bool, device: torch.device, copies: int = 0
+    ) -> None:
         """Set the values that TorchTitan's constructor does not receive.
 
         Args:
             fallback: load the newest intact checkpoint if newer ones are damaged.
             device: the device of the random state.
+            copies: number of other nodes that keep a node's files; 0 if all nodes share the folder.
         """
         self.record, self._layout, self._fallback, self._not_counted = record, layout, fallback, set()
         self._optimizers = self.states[OPTIMIZER].replica
         self.states[RUN_METADATA], self.states[RANDOM] = record, RandomState(device)
         # On GPUs the timeout of the default group is meant for steps, and writing may take longer.
         self._saving_group = None if device.type == "cpu" else dist.new_group(backend="gloo")
+        if copies:
+            self._nodes, self._publisher = NodeFolders(copies), ThreadPoolExecutor(1, "publisher")
         self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, layout, record.values["residual"])
         self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, layout)
         if line := sizes_line(self._optimizers, record.values["residual"]):
@@ -118,7 +127,7 @@ class ReplicaCheckpointer(CheckpointManager):
         path = self._create_checkpoint_id(step)
         self._earlier_failed()
         if call_on_rank_0(
-            lambda: step not in self._not_counted and storage.is_complete(path) and RUN_METADATA in names_in(path)
+            lambda: step not in self._not_counted and self._is_complete(path) and RUN_METADATA in names_in(path)
         ):
             return
         state = self._flattened_model_states_sd()
@@ -149,10 +158,15 @@ class ReplicaCheckpointer(CheckpointManager):
         """Save with checksums and a manifest. The arguments are those of the parent."""
         self._being_written = checkpoint_id
         self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
-        writer = storage.CheckedWriter(checkpoint_id)
+        writer = storage.CheckedWriter(checkpoint_id, shared=self._nodes is None)
+        if self._nodes is not None:
+            self._nodes.begin(checkpoint_id)
         options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id}
         if async_mode == AsyncMode.DISABLED:
-            return dcp.save(state_dict, process_group=self._saving_group, **options)
+            saved = dcp.save(state_dict, process_group=self._saving_group, **options)
+            if self._nodes is not None:
+                self._nodes.publish(checkpoint_id)
+            return saved
         options["process_group"] = self.pg
         if self.stager is not None and STAGER_SAVES_ONCE:
             self.stager.close()
@@ -163,7 +177,24 @@ class ReplicaCheckpointer(CheckpointManager):
         options["async_stager"] = self.stager
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
-        return dcp.async_save(state_dict, **options)
+        response = dcp.async_save(state_dict, **options)
+        if self._nodes is None:
+            return response
+        if isinstance(response, AsyncSaveResponse):
+            response.upload_completion = self._publish_after(response.upload_completion, checkpoint_id)
+            return response
+        return self._publish_after(response, checkpoint_id)
+
+    def _publish_after(self, written: Future[Any], path: str) -> Future[None]:
+        """Copy the files to other nodes in the background, once they are written."""
+        nodes = self._nodes
+        assert nodes is not None
+
+        def publish() -> None:
+            written.result()
+            nodes.publish(path)
+
+        return self._publisher.submit(publish)
 
     def _guarded(self, write: Callable[[], Any]) -> None:
         """Run a save. After an I/O error remove the incomplete folder and raise the same ValueError on every rank.
@@ -178,7 +209,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 raise
             path, self.save_future = self._being_written, None
             text = storage.failure_text(error, path)
-            if dist.get_rank() == 0 and not storage.is_complete(path):
+            if self._keeps_files and not self._is_complete(path):
                 with suppress(OSError):
                     storage.remove(path)
             intact = self._complete_steps()
@@ -187,7 +218,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def note_failure(self, step: int) -> None:
         """Record a step at which damage was found."""
-        if self.enable and not self.load_only and dist.get_rank() == 0:
+        if self.enable and not self.load_only and self._keeps_files:
             with suppress(OSError):
                 storage.note_failed_step(self.folder, step)
 
@@ -200,7 +231,16 @@ class ReplicaCheckpointer(CheckpointManager):
     def _complete_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in the folder, ascending, without `_not_counted`."""
         steps = (step for step in storage.steps_in(self.folder) if step not in self._not_counted)
-        return [step for step in steps if storage.is_complete(self._create_checkpoint_id(step))]
+        return [step for step in steps if self._is_complete(self._create_checkpoint_id(step))]
+
+    def _is_complete(self, path: str) -> bool:
+        """Return whether all files exist, or, with folders of single nodes, did when the checkpoint was finished."""
+        return storage.is_complete(path) if self._nodes is None else storage.is_finished(path)
+
+    @property
+    def _keeps_files(self) -> bool:
+        """Whether this rank deletes checkpoints: rank 0, or the first rank of each node with a folder of its own."""
+        return dist.get_rank() == 0 if self._nodes is None else self._nodes.leads
 
     def saves_at(self, step: int, last_step: bool = False) -> bool:
         """Return whether `save` would write this step."""
@@ -216,18 +256,25 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         """Delete checkpoints older than the newest `keep_latest_k` complete ones, except the best one."""
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self._optimizers.guard.skipped_in_a_row:
+        if self.keep_latest_k <= 0 or self._optimizers.guard.skipped_in_a_row:
             return
+        if self._nodes is not None:
+            stale = call_on_rank_0(self._stale_checkpoints)  # `spared` is known to rank 0 only
+        else:
+            stale = self._stale_checkpoints() if self._keeps_files else []
+        for path in stale if self._keeps_files else ():
+            self.purge_queue.put(path)
+
+    def _stale_checkpoints(self) -> list[str]:
         try:
             kept, existing = self._complete_steps()[-self.keep_latest_k :], storage.steps_in(self.folder)
         except OSError as error:  # for example of a network file system; the save itself succeeded
             logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
-            return
-        spared = self.spared()
-        for step in existing if len(kept) == self.keep_latest_k else ():
-            path = self._create_checkpoint_id(step)
-            if step < kept[0] and step != spared and path != self._being_written:
-                self.purge_queue.put(path)
+            return []
+        if len(kept) < self.keep_latest_k:
+            return []
+        paths = [self._create_checkpoint_id(step) for step in existing if step < kept[0] and step != self.spared()]
+        return [path for path in paths if path != self._being_written]
 
     # ------------------------------------------------------------------------------------------ loading
 
@@ -264,6 +311,8 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _choose(self, step: int) -> str | None:
         """Return the verified folder to resume from, or None if there is none."""
+        if self._nodes is not None:
+            self._nodes.exchange_manifests(self.folder)
         existing: list[int] = call_on_rank_0(lambda: storage.steps_in(self.folder))
         steps: list[int] = call_on_rank_0(
             lambda: [s for s in existing if storage.is_finished(self._create_checkpoint_id(s))]
@@ -283,7 +332,7 @@ class ReplicaCheckpointer(CheckpointManager):
             self._not_counted |= set(steps[-left_out:])
         for candidate in reversed(steps[: len(steps) - left_out]):
             path = self._create_checkpoint_id(candidate)
-            if (damage := storage.first_damage(path)) is None:
+            if (damage := self._damage(path)) is None:
                 return path
             if not self._fallback:
                 raise ValueError(
@@ -296,12 +345,16 @@ class ReplicaCheckpointer(CheckpointManager):
             raise ValueError(f"all checkpoints in {self.folder} are damaged; start in another --job.dump_folder")
         return None
 
+    def _damage(self, path: str) -> str | None:
+        """Return why a checkpoint cannot be loaded, or None if it can. Collective."""
+        return storage.first_damage(path) if self._nodes is None else self._nodes.restore(path)
+
     def _path_of_step(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)
         if step not in steps:
             known = f"finished are {', '.join(f'step-{s}' for s in steps)}" if steps else "there is none"
             raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {known}")
-        if (damage := storage.first_damage(path)) is not None:
+        if (damage := self._damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {damage}; select another step with --checkpoint.load_step")
         self._not_counted |= {later for later in steps if later > step}
         return path

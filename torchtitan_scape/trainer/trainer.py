@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RunMetadata
+from torchtitan_scape.checkpoint.node_folders import check_private
 from torchtitan_scape.checkpoint.storage import check_shared
 from torchtitan_scape.config.checks import check_folders, remarks
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
@@ -154,7 +155,8 @@ class ScapeTrainer(Trainer):
         if config.comm.mode != "fake_backend":
             check_ranks_agree(facts(config), self.device)
             if config.checkpoint.enable and not config.checkpoint.load_only:
-                check_shared(Path(config.job.dump_folder, config.checkpoint.folder))
+                folder, copies = Path(config.job.dump_folder, config.checkpoint.folder), config.checkpoint.copies
+                check_private(folder, copies) if copies else check_shared(folder)
         logger.info(self.described)
         queues = self._queue_remarks()
         for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable), *queues):
@@ -224,7 +226,7 @@ class ScapeTrainer(Trainer):
             own = self.layout.coordinates(dist.get_rank())["replicate"]
             replicas = (1, 0) if self.replica_optimizer.collectives.replicas == 1 else (self.layout.replicate, own)
         layout = GlobalLayout(mesh, self.simulated, replicas)
-        self.checkpointer.attach(record, layout, options.fallback, self.device)
+        self.checkpointer.attach(record, layout, options.fallback, self.device, options.copies)
 
     # ------------------------------------------------------------------------------------------ training
 
