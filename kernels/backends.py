@@ -125,6 +125,11 @@ def muon_passes(backend: str) -> Any:
     return TorchMuon()
 
 
+def outer_step(backend: str) -> Any:
+    """Return an `OuterStep` of `kernels.dense.triton_passes` on "triton", else None."""
+    return importlib.import_module(".dense.triton_passes", __package__).OuterStep() if backend == "triton" else None
+
+
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
     """Return a block code on "triton" or "torch"; see `BlockCode`."""
     return BlockCode(name, block, scale, backend)
@@ -142,11 +147,6 @@ def exchange_passes(backend: str, dtypes: Iterable[torch.dtype]) -> Any:
 def masked_payload(backend: str) -> Any:
     """Return the module `kernels.exchange.triton_masked` on "triton", else None: the payload is then a copy."""
     return importlib.import_module(".exchange.triton_masked", __package__) if backend == "triton" else None
-
-
-def outer_step(backend: str) -> Any:
-    """Return an `OuterStep` of `kernels.exchange.triton_outer` on "triton", else None."""
-    return importlib.import_module(".exchange.triton_outer", __package__).OuterStep() if backend == "triton" else None
 
 
 def topk_passes(backend: str, layout: MessageLayout) -> Any:

@@ -274,10 +274,6 @@ class ReplicaCollectives(ABC):
         """Return the bytes that this rank sends in an all-reduce of `count` FP32 entries."""
         return sum(stage.sent for stage in all_reduce_stages(count, self.levels, message_size(codec)))
 
-    def scattered_bytes(self, count: int, codec: Codec | None = None) -> float:
-        """Return the bytes that this rank sends in a reduce-scatter of `count` FP32 entries."""
-        return sum(stage.sent for stage in reduce_scatter_stages(count, self.levels, message_size(codec)))
-
     def gathered_bytes(self, input_bytes: int) -> float:
         """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
         return sum(stage.sent for stage in all_gather_stages(input_bytes, self.levels))

@@ -1,7 +1,9 @@
-"""Shared parts of the PyTorch passes: FP32 views, writes gated by a flag on the device, and sums in a given order."""
+"""Shared parts of the PyTorch passes: FP32 views, gated writes, AdamS, and sums in a given order."""
 
 import torch
 from torch import Tensor
+
+from torchtitan_scape.kernels.common.rates import Rates
 
 
 class Flat:
@@ -46,6 +48,25 @@ def decay_(parameter: Tensor, rate: float, applied: Tensor) -> None:
     A factor 1 - rate would be rounded to FP32, with the same error in every step.
     """
     parameter.addcmul_(parameter, applied.to(parameter.dtype), value=-rate)
+
+
+def adams(
+    before: Tensor, gradient: Tensor, clipped: Tensor, rates: Rates, bias_corrections: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Compute AdamS: the new first moment, and the step without the learning rate (AdamS paper, Algorithm 1).
+
+    The second moment is v = beta2 * m^2 + (1 - beta2) * g^2 with the first moment m of the last step. All tensors are
+    FP32 (n,).
+
+    Args:
+        before: First moment of the last step.
+        gradient: For the first moment.
+        clipped: Clipped gradient, for the second moment.
+        bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
+    """
+    second = before.square().mul_(rates.beta2).add_(clipped.square(), alpha=1.0 - rates.beta2)
+    moment = (before * rates.beta1).add_(gradient, alpha=1.0 - rates.beta1)
+    return moment, (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(rates.eps))
 
 
 def divisor_of(x: Tensor, value: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.common.torch_common import Flat, decay_, gated, known_false, masked_copy_
+from torchtitan_scape.kernels.common.torch_common import Flat, adams, decay_, gated, known_false, masked_copy_
 
 
 def finite(gradients: list[Tensor], limit: float = math.inf) -> Tensor:
@@ -41,16 +41,13 @@ def adams_update_(
     bias_corrections: tuple[Tensor, Tensor],
     applied: Tensor,
 ) -> None:
-    """Update in place with dense AdamS (AdamS paper, Algorithm 1).
+    """Update in place with dense AdamS. All tensors are FP32 (n,).
 
-    The second moment is v = beta2 * m^2 + (1 - beta2) * g^2 with the first moment m of the last step. All tensors are
-    FP32 (n,). applied: bool (); nothing is written if it is false.
+    applied: bool (); nothing is written if it is false.
     """
     if known_false(applied):
         return
-    second = moment.square().mul_(rates.beta2).add_(gradient.square(), alpha=1.0 - rates.beta2)
-    new = (moment * rates.beta1).add_(gradient, alpha=1.0 - rates.beta1)
-    step = (new / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(rates.eps))
+    new, step = adams(moment, gradient, gradient, rates, bias_corrections)
     _move_(parameter, step, rates, applied)
     moment.copy_(gated(applied, new, moment))
 

@@ -217,3 +217,43 @@ def move_kernel(
     weight = tl.load(parameters + local, mask=inside, other=0.0) * tl.load(factors + 2 * tensor)
     direction = tl.load(directions + local, mask=inside, other=0.0).to(tl.float32)
     tl.store(parameters + local, weight + direction * tl.load(factors + 2 * tensor + 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["learning_rate", "mu", "mix", "rest"])
+def outer_kernel(
+    tiles,
+    table,
+    learning_rate,
+    mu,
+    mix,
+    rest,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MIXES: tl.constexpr,
+):
+    """Take the outer step of local updates with the mean displacements, GRADIENT; see `OuterStep`.
+
+    STATE: address of the anchor. VARIANCE: that of the outer momentum with HAS_MOMENTUM.
+    """
+    tensor, _, first, left = tile_of(tiles, table, BLOCK)
+    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
+    anchors = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
+    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
+    means = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
+    update = tl.load(means + local, mask=inside, other=0.0)
+    none = tl.zeros_like(update)
+    if HAS_MOMENTUM:
+        momenta = pointer(table, tensor, VARIANCE, tl.float32, ALIGNED_TILE) + first
+        momentum = tl.load(momenta + local, mask=inside, other=0.0) * mu + update
+        tl.store(momenta + local, momentum, mask=inside)
+        update = tl.fma(momentum, none + mu, update)
+    shared = tl.fma(update, none - learning_rate, tl.load(anchors + local, mask=inside, other=0.0))
+    tl.store(anchors + local, shared, mask=inside)
+    own = shared
+    if MIXES:
+        kept = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32) * mix
+        own = tl.fma(shared, none + rest, kept.to(DTYPE).to(tl.float32))
+    tl.store(parameters + local, own.to(DTYPE), mask=inside)

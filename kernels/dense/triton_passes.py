@@ -254,3 +254,48 @@ class TritonMuon:
         for listed, full, _ in lists:
             tables.launch(triton_kernels.move_kernel, listed, full, on_device, applied, moved=moved / len(lists))
         written.store()
+
+
+class OuterStep:
+    """The outer step of local updates in place, one launch for each dtype; specified by `methods.local_updates`.
+
+    v = mu v + mean, anchor -= rate (mean + mu v), theta = mix theta + (1 - mix) anchor. A product is rounded together
+    with its sum where PyTorch does so on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._tables = TensorTables()
+
+    def __call__(
+        self,
+        anchors: Sequence[Tensor],
+        thetas: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        means: Sequence[Tensor],
+        rate: float,
+        mu: float,
+        mix: float,
+    ) -> None:
+        """Take the step. Tensors are contiguous.
+
+        Args:
+            anchors: FP32.
+            thetas: Any dtypes of the kernels.
+            velocities: FP32; empty without momentum.
+            means: FP32.
+            rate, mu, mix: Outer learning rate, momentum, and the share of the old parameters.
+        """
+        tables, columns = self._tables.of(anchors), (means, thetas, anchors, *([velocities] if velocities else []))
+        moved = 12 + 8 * bool(velocities) + (2 if mix else 1) * thetas[0].element_size()
+        lists = tables.lists(columns, (thetas,))
+        for listed, full, (dtype,) in lists:
+            tables.launch(
+                triton_kernels.outer_kernel,
+                listed,
+                full,
+                *(rate, mu, mix, 1.0 - mix),
+                moved=moved * tables.entries / len(lists),
+                DTYPE=DTYPES[dtype],
+                HAS_MOMENTUM=bool(velocities),
+                MIXES=mix != 0.0,
+            )

@@ -171,6 +171,12 @@ class BlockLayout:
         first = self.first_block[tensor] * block_bytes
         return mask.bits[first : first + self.blocks[tensor] * block_bytes]
 
+    def entering(self, in_use: Mask, previous: Mask, tensor: int) -> "Tensor":
+        """Return the packed bits of the entries of a tensor in A and not in P, two masks without all bits set."""
+        used, held = self.bits(in_use, tensor), self.bits(previous, tensor)
+        assert used is not None and held is not None
+        return used & ~held
+
     def mask_bytes(self) -> int:
         """Return the bytes of a packed mask, including the padding of the last run."""
         return self.replicas * self.run_bytes

@@ -174,13 +174,16 @@ def carry_(gradient: Tensor, indices: Tensor | None, errors: Tensor, beta1: floa
         gradient.index_add_(0, indices, added)
 
 
+def retained(state: Tensor, previous: Tensor | None, beta1: float) -> Tensor:
+    """Return the part of mt that a state contains: beta1 * m on P, the residual off P. previous: packed P."""
+    if previous is None:
+        return state * beta1
+    return torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
+
+
 def new_moment_(gradient: Tensor, state: Tensor, previous: Tensor | None, beta1: float, scale: float) -> None:
     """Write mt = where(P, beta1 * m, residual) + (1 - beta1) * scale * g to `gradient`, FP32 (n,)."""
-    if previous is None:
-        retained = state * beta1
-    else:
-        retained = torch.where(unpack_bits(previous, state.numel()), state * beta1, state)
-    gradient.mul_((1.0 - beta1) * scale).add_(retained)
+    gradient.mul_((1.0 - beta1) * scale).add_(retained(state, previous, beta1))
 
 
 def pack_(
@@ -255,31 +258,6 @@ def scaled(step: Tensor, moment: Tensor, fresh: Tensor, factor: Tensor) -> tuple
     return torch.where(fresh, step * factor, step), torch.where(fresh, moment * KEPT_MOMENT, moment)
 
 
-def adams(
-    gradient: Tensor,
-    last: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    clip: Tensor,
-    clip_moment: bool,
-    bias_corrections: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Compute AdamS on the mask: the new moment, and the step without the learning rate.
-
-    Args:
-        gradient: gh on A before clipping, FP32 (nnz(A),).
-        last: m of the last step on A, FP32 (nnz(A),).
-        clip: FP32 (), clip factor of gh.
-        clip_moment: Apply the factor to both moments; false: to the second moment only, as printed in the paper.
-        bias_corrections: (1 - beta1^t, 1 - beta2^t); t counts applied steps.
-    """
-    beta1, beta2 = betas
-    clipped = gradient * clip
-    second = last.square().mul_(beta2).add_(clipped.square(), alpha=1.0 - beta2)
-    moment = (last * beta1).add_(clipped if clip_moment else gradient, alpha=1.0 - beta1)
-    return moment, (moment / bias_corrections[0]).div_((second / bias_corrections[1]).sqrt_().add_(eps))
-
-
 def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: Tensor) -> None:
     """Set parameter = values on A, if `applied`. FP32 (n,); indices: int64 (nnz(A),) or None for all."""
     if known_false(applied):
@@ -298,15 +276,8 @@ def write_(parameter: Tensor, indices: Tensor | None, values: Tensor, applied: T
 # its payload; the owner adds it to the mean. These functions process one owned slice of one tensor, n entries.
 
 
-def common_part(common: Tensor, previous: Tensor | None, beta1: float) -> Tensor:
-    """Return the part of mt that no replica sends: beta1 * m on P, the common residual off P. previous: packed P."""
-    if previous is None:
-        return common * beta1
-    return torch.where(unpack_bits(previous, common.numel()), common * beta1, common)
-
-
 def keep_common_(common: Tensor, previous: Tensor | None, in_use: Tensor | None, beta1: float, applied: Tensor) -> None:
-    """Set `common` to the common part of mt off A. On A it keeps its value, for `owned_moment`.
+    """Set `common` to its part of mt off A. On A it keeps its value, for `owned_moment`.
 
     Args:
         common: FP32 (n,), written if `applied`.
@@ -317,7 +288,7 @@ def keep_common_(common: Tensor, previous: Tensor | None, in_use: Tensor | None,
     """
     if in_use is not None and not known_false(applied):
         used = unpack_bits(in_use, common.numel())
-        common.copy_(gated(applied, torch.where(used, common, common_part(common, previous, beta1)), common))
+        common.copy_(gated(applied, torch.where(used, common, retained(common, previous, beta1)), common))
 
 
 def owned_moment(common: Tensor, indices: Tensor | None, previous: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -66,14 +66,6 @@ class ShardedUpdate:
         """Return an owned slice in a buffer of this replica's owned entries."""
         return buffer[self.ownership.buffer_offsets[piece] :][: self.sizes[piece]]
 
-    @property
-    def longest_row(self) -> int:
-        """Largest number of entries that one replica owns."""
-        owned = [0] * self.ownership.tensors.replicas
-        for piece in self.ownership.pieces:
-            owned[piece.owner] += piece.end - piece.start
-        return max(owned)
-
     # ----------------------------------------------------------------------------------------- payload
 
     def payload_layout(self, counts: Sequence[int], plan: PayloadPlan) -> PayloadLayout:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.common.torch_common import Flat, decay_, gated, known_false
+from torchtitan_scape.kernels.common.torch_common import Flat, adams, decay_, gated, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from torchtitan_scape.kernels.scape.passes import ScapePasses
@@ -55,6 +55,23 @@ class TorchPasses(ScapePasses):
         """Return the slice of each tensor in a buffer of the payload's shape."""
         return [buffer[start : start + n] for start, n in zip(self.payload_layout.positions, self.counts, strict=True)]
 
+    def pack(self, chunk: PayloadChunk) -> None:
+        owner, step = self.owner, self.step
+        moments = self.split(self.moment_on_mask) if self.compact and owner is None else None
+        for i in self.tensors_of(chunk, "pack"):
+            gradient, rates, held = self.gradients[i], step.rates[i], self.bits(step.previous, i)
+            self.carry(i)
+            if owner is not None and i >= self.sparsified:  # without a residual
+                self.payloads[i].copy_(gradient.mul_((1.0 - rates.beta1) * rates.scale))
+                continue
+            reference.new_moment_(gradient, self.states[i], held, rates.beta1, rates.scale)
+            common = owner.share_of(owner.common, i) if owner is not None and owner.owns(i) else None
+            self.select(i, None if common is None else reference.retained(common, held, rates.beta1))
+            last = None if moments is None else moments[i]
+            reference.pack_(gradient, self.states[i], self.indices(i), held, self.payloads[i], last, step.applied)
+            if common is not None:
+                reference.keep_common_(common, held, self.bits(step.in_use, i), rates.beta1, step.applied)
+
     def carry(self, tensor: int) -> None:
         """Add the quantization error of the last payload to the gradient."""
         if not (self.compact and self.carrying):
@@ -89,17 +106,8 @@ class TorchPasses(ScapePasses):
 
     def count_entering(self, visits: VisitRates) -> None:
         for tensor in range(len(self.tensors.sizes)):
-            rows, columns = visits.of(visits.counts, tensor)
-            fresh = self.entering(tensor).view(rows.numel(), columns.numel())
-            rows.copy_(fresh.sum(1))
-            columns.copy_(fresh.sum(0))
-
-    def entering(self, tensor: int) -> Tensor:
-        """Return bool (n,) of a whole sparsified tensor: true for the entries in A and not in P."""
-        step, tensors = self.step, self.tensors
-        used, held = (tensors.bits(mask, tensor) for mask in (step.in_use, step.previous))
-        assert used is not None and held is not None
-        return reference.unpack_bits(used & ~held, tensors.sizes[tensor])
+            bits = self.tensors.entering(self.step.in_use, self.step.previous, tensor)
+            visits.count(tensor, reference.unpack_bits(bits, self.tensors.sizes[tensor]))
 
     def moment_and_step(self, tensor: int, last: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new moment and the step of a tensor's entries in A, from gh in the payload and m of the last step.
@@ -107,15 +115,9 @@ class TorchPasses(ScapePasses):
         With the visit rates, the step of newly entered entries is multiplied by their staleness.
         """
         step, rates, indices = self.step, self.step.rates[tensor], self.indices(tensor)
-        moment, update = reference.adams(
-            self.payloads[tensor],
-            last,
-            (rates.beta1, rates.beta2),
-            rates.eps,
-            step.clip,
-            step.clip_moment,
-            (1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps),
-        )
+        gradient, clipped = self.payloads[tensor], self.payloads[tensor] * step.clip
+        bias_corrections = 1 - rates.beta1**step.steps, 1 - rates.beta2**step.steps
+        moment, update = adams(last, clipped if step.clip_moment else gradient, clipped, rates, bias_corrections)
         held = self.bits(step.previous, tensor)
         if self.stale is not None and indices is not None and held is not None:
             whole, start, _ = self.slices[tensor]
@@ -175,10 +177,8 @@ class TorchPasses(ScapePasses):
         """Return mt with zeros for newly entered entries, if the step excludes them from the selection."""
         if not self.excludes_new:
             return moment
-        used, held = (self.bits(mask, tensor) for mask in (self.step.in_use, self.step.previous))
-        assert used is not None and held is not None
-        fresh = reference.unpack_bits((used & ~held)[start // 8 :], moment.numel())
-        return torch.where(fresh, 0.0, moment)
+        bits = self.layout.entering(self.step.in_use, self.step.previous, tensor)
+        return torch.where(reference.unpack_bits(bits[start // 8 :], moment.numel()), 0.0, moment)
 
     def _decode(self, received: Tensor, density: float) -> Tensor:
         layout, received = self.layout, self.received_selections(received, density)
@@ -196,17 +196,6 @@ class TorchPasses(ScapePasses):
 
 class TorchReplicated(TorchPasses):
     """Passes of the replicated update: every replica updates all entries."""
-
-    def pack(self, chunk: PayloadChunk) -> None:
-        moments = self.split(self.moment_on_mask) if self.compact else None
-        for i in self.tensors_of(chunk, "pack"):
-            gradient, state, rates = self.gradients[i], self.states[i], self.step.rates[i]
-            held = self.bits(self.step.previous, i)
-            self.carry(i)
-            reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
-            self.select(i)
-            last = None if moments is None else moments[i]
-            reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], last, self.step.applied)
 
     def squares(self, chunk: PayloadChunk) -> None:
         sums: list[Tensor] = []
@@ -249,26 +238,6 @@ class TorchSharded(TorchPasses):
     """Passes of the sharded update: each entry's owner updates it for all replicas."""
 
     owner: ShardedUpdate
-
-    def pack(self, chunk: PayloadChunk) -> None:
-        owner, step = self.owner, self.step
-        for i in self.tensors_of(chunk, "pack"):
-            gradient, rates = self.gradients[i], step.rates[i]
-            self.carry(i)
-            if i >= self.sparsified:
-                gradient.mul_((1.0 - rates.beta1) * rates.scale)
-                self.payloads[i].copy_(gradient)
-                continue
-            state, held = self.states[i], self.bits(step.previous, i)
-            reference.new_moment_(gradient, state, held, rates.beta1, rates.scale)
-            if not owner.owns(i):  # a dry run selects in these slices too
-                self.select(i)
-                reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], None, step.applied)
-                continue
-            common = owner.share_of(owner.common, i)
-            self.select(i, reference.common_part(common, held, rates.beta1))
-            reference.pack_(gradient, state, self.indices(i), held, self.payloads[i], None, step.applied)
-            reference.keep_common_(common, held, self.bits(step.in_use, i), rates.beta1, step.applied)
 
     def squares(self, chunk: PayloadChunk) -> None:
         sums: list[Tensor] = []

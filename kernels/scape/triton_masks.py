@@ -385,14 +385,8 @@ class EnteringCount:
             )
         for i, columns in enumerate(visits.columns):
             if columns % 8:
-                fresh = reference.unpack_bits(self._entering(in_use, previous, i), visits.rows[i] * columns)
-                for counts, axis in zip(visits.of(visits.counts, i), (1, 0), strict=True):
-                    counts.copy_(fresh.view(-1, columns).sum(axis))
-
-    def _entering(self, in_use: Mask, previous: Mask, tensor: int) -> Tensor:
-        used, held = (self._layout.bits(mask, tensor) for mask in (in_use, previous))
-        assert used is not None and held is not None
-        return used & ~held
+                bits = self._layout.entering(in_use, previous, i)
+                visits.count(i, reference.unpack_bits(bits, visits.rows[i] * columns))
 
 
 class InPlaceEntries:

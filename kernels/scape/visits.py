@@ -61,6 +61,13 @@ class VisitRates:
         rows, columns, end = self.starts[2 * tensor : 2 * tensor + 3]
         return values[rows:columns], values[columns:end]
 
+    def count(self, tensor: int, fresh: Tensor) -> None:
+        """Set the counts of a tensor by PyTorch. fresh: bool (n,), true for the entries in A and not in P."""
+        rows, columns = self.of(self.counts, tensor)
+        fresh = fresh.view(rows.numel(), columns.numel())
+        rows.copy_(fresh.sum(1))
+        columns.copy_(fresh.sum(0))
+
     def accumulate(self, applied: Tensor) -> None:
         """Update `rates` with `counts`, if `applied`, and then `relative`.
 

@@ -30,7 +30,7 @@ from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.dense import triton_kernels as dense_kernels
 from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
-from torchtitan_scape.kernels.exchange import triton_masked, triton_outer
+from torchtitan_scape.kernels.exchange import triton_masked
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadLayout, PayloadPlan
@@ -86,7 +86,6 @@ def test_every_kernel_compiles_for_both_vendors(configurations: str, tmp_path: P
         triton_kernels,
         triton_masked,
         triton_masks,
-        triton_outer,
     ]
     written = {name for module in device_code for name in vars(module) if name.endswith("_kernel")}
     for target in ("cuda:90", "hip:gfx90a"):

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tests.pool import Pool
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.topology import process_groups, stages
-from torchtitan_scape.topology.codecs import Codec
+from torchtitan_scape.topology.codecs import Codec, message_size
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import build_groups
@@ -21,6 +21,7 @@ from torchtitan_scape.topology.in_process import SimulatedReplicas
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
 from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.ring_bytes import reduce_scatter_stages
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 # A machine with three levels.
@@ -109,7 +110,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
             "values_sent": by_level(ours.ledger, "values"),
             "planned": [
                 3 * ours.reduced_bytes(n, codec),
-                ours.scattered_bytes(n, codec),
+                sum(s.sent for s in reduce_scatter_stages(n, ours.levels, message_size(codec))),
                 ours.gathered_bytes(4 * own.numel()),
             ],
         }

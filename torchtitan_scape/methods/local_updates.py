@@ -31,7 +31,7 @@ class _Fragment:
 
     Attributes:
         averaging: The method that averages their displacements.
-        outer_step: An `OuterStep` of `kernels.exchange.triton_outer`, if a kernel takes it.
+        outer_step: An `OuterStep` of `kernels.dense.triton_passes`, if a kernel takes it.
     """
 
     number: int
@@ -80,7 +80,7 @@ class LocalUpdates(LocalMethod):
     The method of `options.averaging()` averages the displacements. Its residual is a residual of displacements here.
 
     Class attributes:
-        has_outer_kernel: `kernels.exchange.triton_outer.OuterStep` is the outer step.
+        has_outer_kernel: `kernels.dense.triton_passes.OuterStep` is the outer step.
         in_flight_kind: kind of the state with the results of running exchanges.
         in_flight_on_migration: its `on_migration`.
     """

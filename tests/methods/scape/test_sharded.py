@@ -240,7 +240,6 @@ def test_the_payload_is_the_only_buffer_of_full_size() -> None:
         assert one.moment_on_mask.numel() == one.code_residual.numel() == one.owner.master.numel() == 0
         assert one.owner.common.numel() == 64 * 64 // 2 + 52
         assert one.storage.flat.numel() == 64 * 64
-        assert one.owner.longest_row == 64 * 64 // 2 + 52
 
     run_replicas(2, work)
 

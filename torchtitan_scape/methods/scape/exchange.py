@@ -25,7 +25,6 @@ from torchtitan_scape.topology.chunks import (
 from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import ALIGNED_BYTES
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,6 @@ class PayloadExchange(ABC):
     def publish(self) -> None:
         """Send the new values after the update. A replicated update sends none."""
 
-    @abstractmethod
-    def planned_bytes(self) -> float:
-        """Return the payload bytes that this rank sends in a step at the target density."""
-
     def source(self) -> Source:
         """Return the payload as a source of chunks if it is stored in place, not in a buffer."""
         pieces = self.passes.pieces()
@@ -114,11 +109,6 @@ class ReplicatedExchange(PayloadExchange):
     def norm_squared(self, squares: Tensor) -> Tensor:
         return self.collectives.sum_over_model(squares)
 
-    def planned_bytes(self) -> float:
-        if not self.passes.entries:
-            return self.collectives.reduced_bytes(sum(self.passes.sizes))
-        return self.collectives.reduced_bytes(self.passes.entries, self.codec)
-
 
 class ShardedExchange(PayloadExchange):
     """Reduce-scatter of the payload to its owners, all-gather of the new values."""
@@ -151,15 +141,6 @@ class ShardedExchange(PayloadExchange):
             self.collectives.all_gather(owner.value_buffer(payload), owner.values(payload), kind="values").wait()
         else:
             all_gather_chunked(self.collectives, self._rows(self.source(), 0, len(passes.counts)), None)
-
-    def planned_bytes(self) -> float:
-        replicas, entries = self.collectives.replicas, self.passes.entries
-        if not entries:
-            aligned = ALIGNED_BYTES // 4  # entries
-            rows = -(-self.owner.longest_row // aligned) * aligned
-            return self.collectives.scattered_bytes(replicas * rows) + self.collectives.gathered_bytes(4 * rows)
-        own = (2 if self.owner.scaled else 4) * (entries // replicas)
-        return self.collectives.scattered_bytes(entries, self.codec) + self.collectives.gathered_bytes(own)
 
     def _rows(self, source: Source, first: int, end: int) -> RowSource:
         """Return the slices [first, end) of the payload in place as one row per owner."""

@@ -356,10 +356,6 @@ class ScapeMethod(Method):
     def payload_chunks(self) -> int:
         return len(self.passes.parts)
 
-    def planned_bytes(self) -> float:
-        selections = self.passes.layout.wire_bytes(self.options.density, self.options.selection)
-        return self.payload_exchange.planned_bytes() + self.collectives.gathered_bytes(selections)
-
 
 # ------------------------------------------------------------------------------------- checks of the parameters
 
