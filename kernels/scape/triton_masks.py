@@ -24,7 +24,13 @@ from torchtitan_scape.kernels.common.triton_common import (
 )
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
-from torchtitan_scape.kernels.scape.triton_tiles import bits_of_tile, block_tile, payload_of_tile, store_offsets
+from torchtitan_scape.kernels.scape.triton_tiles import (
+    bits_of_tile,
+    block_tile,
+    payload_of_tile,
+    store_code,
+    store_offsets,
+)
 from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
@@ -43,10 +49,7 @@ def code_at(block, run_blocks, run_bytes, code_bytes):
 def encode_offsets_kernel(
     offsets, message, count, run_blocks, run_bytes, k, code_bytes, unary, low, TILE: tl.constexpr
 ):
-    """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`.
-
-    Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for gfx90a to a loop.
-    """
+    """Encode `count` ascending int16 offsets, k per block, into zeroed 32-bit words; see `blocks.OffsetCode`."""
     number = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = number < count
     block = number // k
@@ -54,14 +57,7 @@ def encode_offsets_kernel(
     offset = tl.load(offsets + number, mask=inside, other=0).to(tl.int32)
     words = message.to(tl.pointer_type(tl.int32))
     start = code_at(block, run_blocks, run_bytes, code_bytes) * 8
-    at = start + (offset >> low) + rank
-    tl.atomic_add(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
-    at = start + unary + rank * low
-    end = at + low
-    # The low bits may extend over two words.
-    bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
-    tl.atomic_add(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
-    tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")
+    store_code(words, start, offset, rank, inside, unary, low)
 
 
 @triton.jit

@@ -285,3 +285,20 @@ def store_offsets(offsets, bits, line, left, k, BLOCK: tl.constexpr):
         tl.store(at + position, (byte * 8 + lowest(bits)).to(tl.int16), mask=(bits != 0) & (position < k))
         bits = bits & (bits - 1)
         position += 1
+
+
+@triton.jit
+def store_code(words, start, offset, rank, inside, unary, low):
+    """Set the bits of ascending offsets in zeroed 32-bit words, in codes whose first bit is `start`.
+
+    See `blocks.OffsetCode`. Every bit is set at most once, so an addition sets it. Triton compiles an atomic OR for
+    gfx90a to a loop.
+    """
+    at = start + (offset >> low) + rank
+    tl.atomic_add(words + (at >> 5), 1 << (at & 31).to(tl.int32), mask=inside & (rank < unary), sem="relaxed")
+    at = start + unary + rank * low
+    end = at + low
+    # The low bits may extend over two words.
+    bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
+    tl.atomic_add(words + (at >> 5), bits.to(tl.int32), mask=inside & (at < end), sem="relaxed")
+    tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=inside & (end > (at | 31) + 1), sem="relaxed")

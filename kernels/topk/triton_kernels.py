@@ -11,7 +11,7 @@ encoded, error feedback writes the selected entries once more. The mean writes 4
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks
+from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks, store_code
 from torchtitan_scape.kernels.topk.triton_tiles import (
     MEAN,
     OFFSETS,
@@ -29,9 +29,6 @@ from torchtitan_scape.kernels.topk.triton_tiles import (
 def store_selected(message, values, table, tensor, tile, x, offset, chosen, k, code_bytes, unary, low):
     """Store the chosen entries of tiles: their values, and the bits of their offsets in a message of zeros.
 
-    For the code of the offsets see `kernels.scape.blocks.OffsetCode`. Every bit is set at most once, so an addition
-    sets it. Triton compiles an atomic OR for gfx90a to a loop.
-
     Args:
         x, offset, chosen: FP32, int32 and bool [ROWS, n]. tile: int64 [ROWS, 1].
     """
@@ -40,14 +37,7 @@ def store_selected(message, values, table, tensor, tile, x, offset, chosen, k, c
     byte = column(table, tensor, OFFSETS) + tile * code_bytes
     words = message.to(tl.pointer_type(tl.int32)) + (byte >> 2)
     start = ((byte & 3) * 8).to(tl.int32)
-    at = start + (offset >> low) + rank
-    tl.atomic_add(words + (at >> 5), 1 << (at & 31), mask=chosen & (rank < unary), sem="relaxed")
-    at = start + unary + rank * low
-    end = at + low
-    # The low bits may extend over two words.
-    bits = (offset & ((1 << low) - 1)).to(tl.int64) << (at & 31)
-    tl.atomic_add(words + (at >> 5), bits.to(tl.int32), mask=chosen & (at < end), sem="relaxed")
-    tl.atomic_add(words + (at >> 5) + 1, (bits >> 32).to(tl.int32), mask=chosen & (end > (at | 31) + 1), sem="relaxed")
+    store_code(words, start, offset, rank, chosen, unary, low)
 
 
 @triton.jit
