@@ -13,7 +13,10 @@ from torch import Tensor
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import BLOCK
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.dense import reference as dense
 from torchtitan_scape.kernels.scape.passes import ScapePasses
+from torchtitan_scape.kernels.scape.torch_passes import torch_passes
+from torchtitan_scape.kernels.topk import reference as topk
 from torchtitan_scape.kernels.topk.layout import MessageLayout
 
 BACKENDS = ("auto", "triton", "torch")
@@ -63,8 +66,6 @@ def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
         from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 
         return triton_passes(*arguments, **options)
-    from torchtitan_scape.kernels.scape.torch_passes import torch_passes
-
     return torch_passes(*arguments, **options)
 
 
@@ -76,9 +77,7 @@ def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor
     if backend == "triton":
         of = norms(backend)
         return lambda gradients: of(gradients) < limit
-    from torchtitan_scape.kernels.dense.reference import finite
-
-    return partial(finite, limit=limit)
+    return partial(dense.finite, limit=limit)
 
 
 def norms(backend: str) -> Callable[[list[Tensor]], Tensor]:
@@ -87,9 +86,7 @@ def norms(backend: str) -> Callable[[list[Tensor]], Tensor]:
         from torchtitan_scape.kernels.dense.triton_passes import Norms
 
         return Norms()
-    from torchtitan_scape.kernels.dense.reference import norms
-
-    return norms
+    return dense.norms
 
 
 def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
@@ -98,9 +95,7 @@ def scaling(backend: str) -> Callable[[list[Tensor], Tensor], None]:
         from torchtitan_scape.kernels.dense.triton_passes import Scaling
 
         return Scaling()
-    from torchtitan_scape.kernels.dense.reference import scale_
-
-    return scale_
+    return dense.scale_
 
 
 def elementwise_update(backend: str, rule: str) -> Any:
@@ -109,9 +104,7 @@ def elementwise_update(backend: str, rule: str) -> Any:
         from torchtitan_scape.kernels.dense.triton_passes import TritonUpdate
 
         return TritonUpdate(rule)
-    from torchtitan_scape.kernels.dense.reference import TorchUpdate
-
-    return TorchUpdate(rule)
+    return dense.TorchUpdate(rule)
 
 
 def muon_passes(backend: str) -> Any:
@@ -120,9 +113,7 @@ def muon_passes(backend: str) -> Any:
         from torchtitan_scape.kernels.dense.triton_passes import TritonMuon
 
         return TritonMuon()
-    from torchtitan_scape.kernels.dense.reference import TorchMuon
-
-    return TorchMuon()
+    return dense.TorchMuon()
 
 
 def outer_step(backend: str) -> Any:
@@ -156,9 +147,7 @@ def topk_passes(backend: str, layout: MessageLayout) -> Any:
 
         if all(map(fits, layout.grids)):
             return TritonTopk(layout)
-    from torchtitan_scape.kernels.topk.reference import TorchTopk
-
-    return TorchTopk(layout)
+    return topk.TorchTopk(layout)
 
 
 def cosine_passes(backend: str, layout: MessageLayout, device: torch.device) -> Any:
@@ -168,13 +157,9 @@ def cosine_passes(backend: str, layout: MessageLayout, device: torch.device) -> 
 
         if all(map(fits, layout.grids)):
             return TritonCosine(layout, device)
-    from torchtitan_scape.kernels.topk.reference import TorchCosine
-
-    return TorchCosine(layout, device)
+    return topk.TorchCosine(layout, device)
 
 
 def tagc_passes(backend: str) -> Any:
     """Return the module with the functions of `kernels.tagc.reference` on "torch" or "triton"."""
-    return importlib.import_module(
-        f"torchtitan_scape.kernels.tagc.{'triton_passes' if backend == 'triton' else 'reference'}"
-    )
+    return importlib.import_module(f".tagc.{'triton_passes' if backend == 'triton' else 'reference'}", __package__)

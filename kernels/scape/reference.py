@@ -95,16 +95,6 @@ def decode_offsets(coded: Tensor, blocks: int, k: int, block_size: int) -> Tenso
 # ---------------------------------------------------------------------------------------------- selection
 
 
-def _order_keys(values: Tensor) -> Tensor:
-    """Return int64 keys that order FP32 (rows, length) by |value|, and equal ones by lower position.
-
-    The bits of non-negative floats are ordered as integers; the low half of a key breaks ties.
-    """
-    length = values.shape[1]
-    position = torch.arange(length - 1, -1, -1, device=values.device)
-    return (values.abs().view(torch.int32).long() << 32) | position
-
-
 def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
     """Return the in-block offsets of the k largest |values| of each block; ties go to the lower index.
 
@@ -117,16 +107,9 @@ def select_blocks(values: Tensor, k: int, block_size: int) -> Tensor:
         and the next positions, which are after the end of the tensor, so that the shape is static.
     """
     n = values.numel()
-    blocks = -(-n // block_size)
-    padded = torch.nn.functional.pad(values, (0, blocks * block_size - n)).view(blocks, block_size)
-    keys = _order_keys(padded)
-    tail = n - (blocks - 1) * block_size
-    if tail < block_size:
-        keys[-1, tail:] = -1
-    offsets = keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
-    if tail < k:
-        offsets[-1] = torch.arange(k, device=values.device)
-    return offsets
+    padded = torch.nn.functional.pad(values, (0, -n % block_size)).view(-1, block_size)
+    real = (torch.arange(padded.numel(), device=values.device) < n).view(padded.shape) if n % block_size else None
+    return select_rows(padded, k, real)
 
 
 def select_largest(values: Tensor, k: int) -> Tensor:
@@ -148,7 +131,9 @@ def select_rows(values: Tensor, k: int, real: Tensor | None = None) -> Tensor:
         real: bool (rows, length), false for padding, which is selected only in rows with fewer than k real entries.
             None if all entries are real.
     """
-    keys = _order_keys(values)
+    # The bits of non-negative floats are ordered as integers; the low half of a key breaks ties.
+    position = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    keys = (values.abs().view(torch.int32).long() << 32) | position
     if real is not None:
         keys = torch.where(real, keys, keys - (1 << 62))  # below all real entries, in the same order
     return keys.topk(k, dim=1, sorted=False).indices.sort(dim=1).values

@@ -55,6 +55,7 @@ class TritonPasses(ScapePasses):
         self._table = DeviceTable(count, WIDTH.value, torch.int64, device)
         self._rates = DeviceTable(count, RATES.value, torch.float32, device)
         self._betas = DeviceTable(count, 2, torch.float64, device)
+        self.table, self.rates = self._table.values, self._rates.values  # of pointers, and of hyper-parameters
         self.tiles = TileSchedule(self.sizes, size, TILE, WARP, device)
         self.pack_tiles = TileSchedule(self.sizes, size, PACK_TILE, PACK_WARP, device)
         self.update_tiles = TileSchedule(self.sizes, size, UPDATE_TILE, UPDATE_WARP, device)
@@ -257,8 +258,8 @@ class TritonPasses(ScapePasses):
             kernel,
             (len(listed),),
             listed,
-            self._table.values,
-            self._rates.values,
+            self.table,
+            self.rates,
             in_use.bits,
             previous.bits,
             int(not in_use.dense),
@@ -280,21 +281,11 @@ class TritonPasses(ScapePasses):
         """Return the lists of A and P; that of None may be invalid."""
         assert self.lists is not None
         tiles = [listed for listed, _, _ in self.tiles.lists(self.sparse, self.any_kinds)]
-        return self.lists.of((in_use, previous), self.tiles, tiles, self._table.values)
+        return self.lists.of((in_use, previous), self.tiles, tiles, self.table)
 
     def list_in_use(self, form: str) -> Tensor:
         """Return the list of A for a launch on listed entries, else an unused tensor."""
         return self.lists_of(self.step.in_use, None)[0] if form == "listed" else self.unused
-
-    @property
-    def table(self) -> Tensor:
-        """The pointer table."""
-        return self._table.values
-
-    @property
-    def rates(self) -> Tensor:
-        """The table of hyper-parameters."""
-        return self._rates.values
 
     def corrections(self) -> Tensor:
         """Return the bias corrections 1 - beta^t of both moments, FP32 (tensors, 2)."""
