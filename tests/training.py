@@ -15,7 +15,6 @@ RECIPE = [
     "--model.flavor=study",
     "--model.hf_assets_path=./torchtitan_scape/data/byte_tokenizer",
     "--metrics.log_freq=1",
-    "--sample.characters=0",
     "--training.local_batch_size=2",
     "--training.seq_len=64",
     "--validation.local_batch_size=2",

@@ -20,7 +20,7 @@ from torchtitan_scape.core.patching import replaced
 
 REQUEST = "SCAPE_BENCHMARK_REQUEST"  # environment variable with the request for the ranks, as JSON
 # Options of a trainer that only trains.
-QUIET = ("--metrics.no-enable-tensorboard", "--validation.no-enable", "--sample.characters=0")
+QUIET = ("--metrics.no-enable-tensorboard", "--validation.no-enable")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from scripts.common import ROOT, RunError, kill, process_state
 STARTED = re.compile(r"rank0\]:.* Training starts at step (\d+)")
 # A run without validation that logs every step and can resume from each of its checkpoints.
 COMMON = [
-    *("--metrics.log_freq=1", "--metrics.no-enable-tensorboard", "--validation.no-enable", "--sample.characters=0"),
+    *("--metrics.log_freq=1", "--metrics.no-enable-tensorboard", "--validation.no-enable"),
     *("--checkpoint.enable", "--checkpoint.no-last-save-model-only"),
 ]
 # A run of seconds on two CPU processes.

@@ -22,7 +22,7 @@ LOGGED = re.compile(
 )
 VALIDATED = re.compile(r"\bvalidate step: +(?P<step>\d+)  loss: +(?P<loss>[\d.naif]+)")
 OWN_TEXT = ["--model.hf_assets_path=./torchtitan_scape/data/tokenizer", "--training.dataset=standard_library"]
-PLAIN = ["--metrics.no-enable-tensorboard", "--checkpoint.no-enable", "--sample.characters=0"]
+PLAIN = ["--metrics.no-enable-tensorboard", "--checkpoint.no-enable"]
 PLAIN += ["--sync.consistency_interval=0"]
 SMOKE = ["--training.local_batch_size=1", "--training.seq_len=32", "--training.steps=3", "--metrics.log_freq=1"]
 SMOKE += ["--lr_scheduler.warmup_steps=1"]

@@ -73,7 +73,7 @@ class EmulatedSet:
         found = [*spec.arguments, f"--job.dump_folder={log}"]
         if steps:
             found += [f"--training.steps={steps}", f"--metrics.log_freq={NEVER}", f"--validation.freq={NEVER}"]
-            found += ["--sample.characters=0", "--comm.train_timeout_seconds=900", "--debug.seed=0"]
+            found += ["--comm.train_timeout_seconds=900", "--debug.seed=0"]
         if not self.real:  # only the first step computes
             found += ["--training.local_batch_size=1", f"--training.global_batch_size={spec.size}"]
             found += ["--validation.local_batch_size=1", "--validation.steps=1"]

@@ -22,7 +22,7 @@ CURVE_POINTS = 60  # points of a stored training curve
 LOGS_PER_POINT = 4  # logged steps per stored point, which is their mean
 MAX_MICRO_BATCH = 32  # sequences
 # Options that do not change a result are not part of a run's identity.
-_WITHOUT_EFFECT = ("job.", "metrics.", "sample.")
+_WITHOUT_EFFECT = ("job.", "metrics.")
 # Fields of a method's section, some of one method, that a run's identity contains only where a grid or recipe sets
 # them.
 _NOT_SPELLED_OUT = ("dense_names", "update", "weights_dtype", "offload", "bytes", "whiten_every")

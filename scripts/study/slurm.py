@@ -141,7 +141,6 @@ class SlurmSet:
             f"--training.steps={timing(spec)['steps']}",
             f"--metrics.log_freq={NEVER}",
             "--validation.no-enable",
-            "--sample.characters=0",
             "--checkpoint.no-enable",
         ]
 

@@ -123,7 +123,6 @@ def test_dry_runs_and_simulated_replicas_do_not_need_the_gpu(tmp_path: Path) -> 
     one = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     visible = {name: value for name, value in os.environ.items() if name not in SHOWN}
     embedded = ["--job.config_file=train_configs/embedded.toml", "--topology.machine=vista", *SHORT]
-    embedded.append("--sample.characters=0")
     for arguments, environment, expected in (
         (["--comm.mode=fake_backend", "--training.steps=0"], {**os.environ, **SHOWN}, "Dry run: everything was built"),
         (["--topology.simulate_replicas=2", "--training.steps=1"], visible, "Summary of 1 steps"),

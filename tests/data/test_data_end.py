@@ -23,31 +23,6 @@ def short_of(folder: Path, texts: list[str]) -> list[str]:
 LONG, SHORT = "spam and eggs " * 30, "spam and eggs " * 15
 
 
-def test_a_run_without_progress_ends_early(pool2: Pool, tmp_path: Path) -> None:
-    """The counter continues after a resume."""
-    arguments = [
-        *METHODS["adamw"],
-        *LAYOUTS["2x1"],
-        "--optimizer.lr=1e-30",
-        "--training.steps=100",
-        "--validation.enable",
-        "--validation.freq=2",
-        "--validation.patience=3",
-        "--checkpoint.enable",
-        "--checkpoint.interval=50",
-        "--checkpoint.no-last-save-model-only",
-    ]
-    results = pool2(train, str(tmp_path), arguments)
-    assert [len(result["losses"]) for result in results] == [6, 6]  # validated at steps 1, 2, 4 and 6
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["steps"], summary["stopped_early"], summary["data_ran_out"]) == (6, True, False)
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-6"]
-    assert json.loads((tmp_path / "best.json").read_text())["checkpoint_step"] == 6
-    assert pool2(train, str(tmp_path), arguments)[0]["losses"] == []
-    more = [*arguments, "--validation.patience=4"]
-    assert len(pool2(train, str(tmp_path), more)[0]["losses"]) == 2
-
-
 @pytest.mark.parametrize("layout", [slow("1x2"), "2x1"])
 def test_the_end_of_one_rank_ends_all(layout: str, pool2: Pool, tmp_path: Path) -> None:
     """Also between the micro-batches of a step; the last state is saved and can be resumed."""

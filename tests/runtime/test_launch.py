@@ -23,7 +23,6 @@ SHORT = [
     "--validation.local_batch_size=1",
     "--validation.seq_len=32",
     "--validation.steps=1",
-    "--sample.characters=0",
 ]
 # A model on bytes, of which a step takes a tenth of the embedded model's time.
 SMALL = [

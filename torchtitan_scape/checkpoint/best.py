@@ -60,12 +60,6 @@ class BestCheckpoint:
         saved = [(loss, step) for step, loss, saved in self._losses if saved]
         return min(saved)[1] if saved else None
 
-    def validations_since_best(self, step: int) -> int:
-        """Return the number of validations up to `step` after the one with the lowest loss."""
-        rows = sorted(row for row in self._losses if row[0] <= step)
-        best = min(range(len(rows)), key=lambda i: rows[i][1], default=0)
-        return max(0, len(rows) - 1 - best)
-
     def note(self, step: int, loss: float, saved: bool, begun: int) -> None:
         """Add a validation, and replace the file atomically.
 

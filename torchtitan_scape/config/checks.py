@@ -48,7 +48,6 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "validation.seq_len": (1, _INT32),
         "validation.freq": (1, _INT32),
         "validation.steps": (-1, _INT32),
-        "validation.patience": (0, _INT32),
         "validation.dataloader.num_workers": (0, _INT32),
         "validation.dataloader.prefetch_factor": (1, _INT32),
     },

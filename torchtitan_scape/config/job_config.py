@@ -17,7 +17,6 @@ from torchtitan_scape.titan.config import JobConfig as TitanJobConfig
 from torchtitan_scape.titan.config import Model as TitanModel
 from torchtitan_scape.titan.config import Optimizer as TitanOptimizer
 from torchtitan_scape.titan.config import Training as TitanTraining
-from torchtitan_scape.titan.config import Validation as TitanValidation
 from torchtitan_scape.topology.machines import MACHINES
 
 CUSTOM = "custom"  # the flavor without sizes of its own
@@ -215,14 +214,6 @@ class Training(TitanTraining):
 
 
 @dataclass
-class Validation(TitanValidation):
-    """[validation]: evaluation during training. TorchTitan's keys, and `patience`."""
-
-    patience: int = 0
-    """Validations in a row without a lower loss after which the run ends, with a checkpoint; 0 for no early end"""
-
-
-@dataclass
 class Data(Options):
     """[data]: document separators and passes over the data."""
 
@@ -243,21 +234,6 @@ class Data(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.epochs >= 0, "epochs", "it must be 0 (no end) or more")
-
-
-@dataclass
-class Sample(Options):
-    """[sample]: text that the model generates at the end."""
-
-    section: ClassVar[str] = "sample"
-
-    characters: int = 0
-    """Number of characters of generated text in the log at the end of a run, with greedy decoding and at temperature
-    0.8, reproducible for a seed; 0 for none"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.characters >= 0, "characters", "it must be 0 (none) or more")
 
 
 @dataclass
@@ -312,18 +288,16 @@ class Observe(Options):
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with this project's sections; [model], [checkpoint] and [validation] are extended."""
+    """TorchTitan's configuration with this project's sections; [model], [optimizer], [checkpoint] and [training] are extended."""
 
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     training: Training = field(default_factory=Training)
-    validation: Validation = field(default_factory=Validation)
 
     sync: Sync = field(default_factory=Sync)
     topology: Topology = field(default_factory=Topology)
     data: Data = field(default_factory=Data)
-    sample: Sample = field(default_factory=Sample)
     observe: Observe = field(default_factory=Observe)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
 

@@ -44,7 +44,7 @@ Two marks describe the effect of a key on [loading a checkpoint](checkpoint_form
 This page is generated: `python -m torchtitan_scape.config.reference > docs/reference/configuration.md`.
 """
 # Sections of this project; the others are TorchTitan's.
-OWN = ("sync", "topology", "sharding", "model.sizes", "checkpoint", "data", "sample", "observe")
+OWN = ("sync", "topology", "sharding", "model.sizes", "checkpoint", "data", "observe")
 _METHOD = "Method that synchronizes the replicas; its options are in the section [sync.METHOD]"
 # TorchTitan's dataclasses have no summaries,
 _TITAN = {

@@ -24,7 +24,8 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
     "sharding.tagc": {"codec": "code", "index": "index_code"},
 }
 _UPDATE_CODE = 'new values have the dtype of the weights: delete it, or set weights_dtype = "bfloat16"'
-# Earlier keys without a present one with the same values, and the advice for each.
+_SAMPLE = "it was removed, delete it: transformers generates text with a model that torchtitan_scape.export wrote"
+# Earlier keys and sections without a present one with the same values, and the advice for each.
 REMOVED_KEYS: dict[str, str] = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
     "sync.scape.flush_at_end": "it is now flush_at_end under [sync]",
@@ -37,6 +38,8 @@ REMOVED_KEYS: dict[str, str] = {
     "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
     "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
     "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
+    **dict.fromkeys(("sample", "sample.characters"), _SAMPLE),
+    "validation.patience": "it was removed, delete it: best.json names the step with the lowest loss",
     "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
     "of codes in gradients_code",
 }
@@ -50,6 +53,9 @@ _ONLY_VALUES: dict[str, Any] = {
     "sharding.gradients_block": 128,
     "sharding.hadamard": True,
     "sharding.hops": "auto",
+    "sample": {"characters": 0},
+    "sample.characters": 0,
+    "validation.patience": 0,
 }
 
 
@@ -91,8 +97,8 @@ def removed_keys(values: dict[str, Any], section: str) -> set[str]:
 
 def renamed(section: str, key: str, value: Any) -> str:
     """Return the message that refuses an earlier key; "" for any other key."""
-    if advice := REMOVED_KEYS.get(f"{section}.{key}"):
-        return f"[{section}] {key} = {short(value)}: {advice}"
+    if advice := REMOVED_KEYS.get(f"{section}.{key}".removeprefix(".")):
+        return f"[{section}] {key} = {short(value)}: {advice}" if section else f"[{key}]: {advice}"
     name = RENAMED_KEYS.get(section, {}).get(key, "")
     shown = json.dumps(value)[:200] if isinstance(value, str | bool) else short(value)
     return name and f"[{section}] {key} is now {name}: set {name} = {shown}"

@@ -52,7 +52,6 @@ class SummaryView(Protocol):
     train_seconds: float
     simulated: int
     ran_out: bool
-    stopped_early: bool
 
     @property
     def described(self) -> str: ...
@@ -73,8 +72,6 @@ def summarize(trainer: SummaryView) -> None:
     width = max(len(name) for name, _ in rows)
     if trainer.ran_out:
         title += f": end of data after {trainer.step} steps"
-    if trainer.stopped_early:
-        title += f": no lower validation loss, ended after {trainer.step} steps"
     logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 
@@ -96,7 +93,6 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
         "steps": trainer.step,
         "tokens": int(tokens_seen),
         "data_ran_out": trainer.ran_out,
-        "stopped_early": trainer.stopped_early,
         "empty_documents": int(empty),
         "sequence": trainer.job_config.training.seq_len,
         "training_loss": metrics.last_loss,

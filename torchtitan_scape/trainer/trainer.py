@@ -33,7 +33,6 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast, check_memory
 from torchtitan_scape.report.interfaces import InterfaceCount
 from torchtitan_scape.report.memory import MemoryReport
-from torchtitan_scape.report.sample import log_samples
 from torchtitan_scape.report.summary import summarize
 from torchtitan_scape.runtime.device_settings import check_queues
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
@@ -114,7 +113,7 @@ class ScapeTrainer(Trainer):
             self.dataloader.per_step = self.gradient_accumulation_steps
             self._count_group = self._build_count_group()
             self._data_end = EndOfDataSync(self.dataloader, self._count_group)
-        self.ran_out = self.stopped_early = False
+        self.ran_out = False
 
     @property
     def replica_optimizer(self) -> ReplicaOptimizer:
@@ -335,9 +334,7 @@ class ScapeTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""
-        if self.steps_taken == 0:  # a run that ended early and is started again
-            self.stopped_early = self._out_of_patience(self.step)
-        more = super().should_continue_training() and not self.stopped_early
+        more = super().should_continue_training()
         if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
             self.shutdown.stop_here(self)
@@ -352,21 +349,8 @@ class ScapeTrainer(Trainer):
 
     def _validated(self, step: int, loss: float) -> None:
         if dist.get_rank() == 0:
-            ended = self.ran_out or self.stopped_early
-            saved = self.checkpointer.saves_at(step, ended or step == self.job_config.training.steps)
+            saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
-        if self.steps_taken:
-            self.stopped_early = self._out_of_patience(step)
-
-    def _out_of_patience(self, step: int) -> bool:
-        """Return whether the last `validation.patience` validations up to `step` found no lower loss. Collective."""
-        patience = self.job_config.validation.patience
-        if not patience or not self.job_config.validation.enable:
-            return False
-        since = self.best.validations_since_best(step) if dist.get_rank() == 0 else 0
-        device = self.replica_optimizer.grad_norm.device
-        reached = torch.tensor(float(since >= patience), dtype=torch.float32, device=device)
-        return bool(self.replica_optimizer.collectives.sum_over_all(reached).item() > 0)
 
     def _check_replicas(self) -> None:
         """Check the replicas, before every checkpoint and at the interval, and write what a resumed run needs."""
@@ -389,12 +373,8 @@ class ScapeTrainer(Trainer):
         if self.observation is not None:
             self.observation.write()
             self.replica_optimizer.observe(None)
-        if self.ran_out or self.stopped_early:
-            patience = self.job_config.validation.patience
-            reason = (
-                "The training data ended" if self.ran_out else f"No lower loss in {patience} validations: the run ends"
-            )
-            logger.warning(f"{reason} after {self.step} of {self.job_config.training.steps} steps")
+        if self.ran_out:
+            logger.warning(f"The training data ended after {self.step} of {self.job_config.training.steps} steps")
             saved = self.checkpointer.saves_at(self.step)
             if self.steps_taken and self.job_config.sync.flush_at_end:
                 self.checkpointer.maybe_wait_for_staging()
@@ -410,9 +390,8 @@ class ScapeTrainer(Trainer):
         if self.job_config.validation.enable:
             if self.validator.last_step != self.step:
                 self.validator.validate(self.model_parts, self.step)
-            elif (self.ran_out or self.stopped_early) and self.validator.last_loss is not None:
+            elif self.ran_out and self.validator.last_loss is not None:
                 self._validated(self.step, self.validator.last_loss)  # the step's checkpoint now exists
-        log_samples(self)
         self.summarize()
 
     def summarize(self) -> None:
