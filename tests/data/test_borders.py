@@ -98,42 +98,16 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
 SPELLED = "before <|end_of_text|> after"
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_text_that_spells_a_special_token(allowed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is text by default, also in another process, and documents with it are counted."""
-    job = JobConfig(data=Data(allow_special_tokens=allowed))
+def test_text_that_spells_a_special_token_is_text(tmp_path: Path) -> None:
+    """Also in another process."""
+    job = JobConfig()
     job.model.hf_assets_path = str(BYTE_TOKENIZER)
     tokenizer = build_tokenizer(job)
     encoder = BoundaryTokenizer(tokenizer, "eos")
     for encode in (encoder.encode, pickle.loads(pickle.dumps(encoder)).encode):
-        caplog.clear()
-        ids, *_ = [encode(text) for text in (SPELLED, "plain", *[SPELLED] * 9)]
-        assert ids.count(tokenizer.eos_id) == (2 if allowed else 1) and len(ids) == (
-            15 if allowed else len(SPELLED) + 1
-        )
-        assert tokenizer.decode(ids) == ("before  after" if allowed else SPELLED)
-        how = "the token" if allowed else "ordinary text"
-        counts = [
-            f"spell a special token: {n}, the last one '<|end_of_text|>'; it is encoded as {how}" for n in (1, 10)
-        ]
-        assert len(caplog.messages) == 2 and all(map(str.__contains__, caplog.messages, counts))
-
-
-def test_special_tokens_that_the_model_itself_contains_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    entries = [("<unk>", 0.0), ("</s>", 0.0), *((character, -1.0) for character in "a</s>▁")]
-    tokenizer = Tokenizer(models.Unigram(entries, 0))
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    job = JobConfig()
-    job.model.hf_assets_path = str(tmp_path)
-    built = build_tokenizer(job)
-    assert "encodes text that spells <unk>, </s> as these special tokens, because its model" in caplog.text
-    caplog.clear()
-    assert BoundaryTokenizer(built, "eos").encode("a</s>").count(1) == 2
-    assert "the last one '</s>'; it is encoded as the token (data" in caplog.text
+        ids = encode(SPELLED)
+        assert ids.count(tokenizer.eos_id) == 1 and len(ids) == len(SPELLED) + 1
+        assert tokenizer.decode(ids) == SPELLED
 
 
 def test_a_tokenizer_without_a_token_for_unknown_text_is_accepted(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare
@@ -80,26 +79,22 @@ def test_every_document_is_in_one_split_and_counted(reference: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("border, special", [("bos_eos", []), ("eos", []), ("eos", ["--allow-special-tokens"])])
-def test_tokens_are_those_of_the_text_loader(
-    border: str, special: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("border", ["bos_eos", "eos"])
+def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> None:
     text = jsonl(tmp_path / "text")
     (text / "0.jsonl").write_text('{"text": "a <|end_of_text|> b"}\n' + (text / "0.jsonl").read_text())
-    call(tmp_path / "out", "--validation", "0", "--border", border, *special, text=text)
-    how = "the token" if special else "text unless the tokenizer's model contains it; --allow-special-tokens encodes"
-    assert f"train: 1 documents spell a special token, which was encoded as {how}" in capsys.readouterr().out
+    call(tmp_path / "out", "--validation", "0", "--border", border, text=text)
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(text)
     config.training.local_batch_size, config.training.seq_len, config.data.epochs = 1, 15, 1
-    config.data.border, config.data.allow_special_tokens = border, bool(special)  # type: ignore[assignment]
+    config.data.border = border  # type: ignore[assignment]
     tokenizer = build_tokenizer(config)
     # TorchTitan takes 16 tokens for a sequence of 15.
     loader = build_dataloader(1, 0, tokenizer, config)
     read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]
     assert (0 in read[0]) == (border == "bos_eos") and any(1 in row for row in read)
-    assert read[0].count(1) == (2 if special else 0)
+    assert read[0].count(1) == 0
     shards = [Pair(tmp_path / "out" / shard.name).tokens for shard in Manifest.read(tmp_path / "out").shards]
     assert [token for row in read for token in row] == np.concatenate(shards)[: 16 * len(read)].tolist()
 
@@ -183,7 +178,7 @@ def test_verify_reads_everything_and_a_lost_file_is_prepared_again(
 
 
 def test_all_text_identifies_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one document of a thousand with as many bytes; and data of earlier versions, without the digest."""
+    """Also one document of a thousand with as many bytes. Manifests of earlier versions have further entries."""
     path, out, options = tmp_path / "a.jsonl", tmp_path / "out", ("--shard-tokens", "1000000", "--validation", "0")
     rows = [json.dumps({"text": f"document {i:04}"}) + "\n" for i in range(1000)]
     path.write_text("".join(rows))
@@ -193,56 +188,35 @@ def test_all_text_identifies_the_data(tmp_path: Path, capsys: pytest.CaptureFixt
     call(out, *options, text=path, status=2)
     assert "contains data of another source" in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["source"]["train"]["text_digest"], manifest["allow_special_tokens"]
+    manifest["source"]["train"]["digest"] = manifest["source"]["revision"] = None
     (out / "manifest.json").write_text(json.dumps(manifest))
     path.write_text("".join(rows))
     datasets._read_once.cache_clear()
     call(out, *options, text=path)
     assert f"{out} is finished already" in capsys.readouterr().out
-    (out / "train-00000.bin").unlink()  # Earlier versions encoded special tokens.
-    call(out, *options, text=path, status=2)
-    assert "another allow_special_tokens: True, not False; add or leave out --allow-spec" in capsys.readouterr().err
-    call(out, *options, "--allow-special-tokens", text=path)
 
 
-def test_a_separate_validation_split_and_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def named(loader: Any) -> DatasetConfig:
-        return DatasetConfig("nowhere", loader, lambda sample: sample["text"])
+def test_a_stream_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    stream = DatasetConfig("", lambda _: Dataset.from_dict({"text": KEPT}).to_iterable_dataset(), str)
+    monkeypatch.setitem(DATASETS, "made_up", stream)
+    call(tmp_path / "out", "--dataset", "made_up", status=2)
+    assert "--dataset made_up is a stream; download it, and give --dataset text_files" in capsys.readouterr().err
 
-    jsonl(tmp_path)
-    found = sorted(str(path) for path in tmp_path.glob("*.jsonl"))
-    monkeypatch.setitem(
-        DATASETS, "made_up", named(lambda _: load_dataset("json", data_files=found, split="train", streaming=True))
-    )
-    own = Dataset.from_dict({"text": ["validated", None, "twice"]})
-    monkeypatch.setitem(DATASETS, "made_up_validation", named(lambda _: own))
+
+def test_a_separate_validation_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(texts: list[str | None]) -> DatasetConfig:
+        return DatasetConfig("nowhere", lambda _: Dataset.from_dict({"text": texts}), lambda sample: sample["text"])
+
+    monkeypatch.setitem(DATASETS, "made_up", named([*TEXTS]))
+    monkeypatch.setitem(DATASETS, "made_up_validation", named(["validated", None, "twice"]))
     call(tmp_path / "a", "--dataset", "Made_Up", "--workers", "2")
-    assert documents(tmp_path / "a", "train") == KEPT and documents(tmp_path / "a", "validation") == [
-        "validated",
-        "twice",
-    ]
-    assert [shard.name for shard in Manifest.read(tmp_path / "a").shards] == [
-        *(f"train-0000{i}" for i in range(3)),
-        "validation-00000",
-    ]
+    assert documents(tmp_path / "a", "train") == KEPT
+    assert documents(tmp_path / "a", "validation") == ["validated", "twice"]
+    *shards, last = [shard.name for shard in Manifest.read(tmp_path / "a").shards]
+    assert shards == [f"train-0000{i}" for i in range(len(shards))] and last == "validation-00000"
     call(tmp_path / "b", "--dataset", "made_up", "--validation", "0.3")
     held = documents(tmp_path / "b", "validation")
     assert sorted(documents(tmp_path / "b", "train") + held) == sorted(KEPT) and held
-
-
-def test_a_command_can_be_continued_without_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, out = jsonl(tmp_path / "text"), tmp_path / "out"
-    for revision, status, said in (
-        ("aa", 0, "was prepared"),
-        (None, 0, "finished already"),
-        ("bb", 2, "another source"),
-    ):
-        monkeypatch.setattr(prepare, "_revision", lambda *_, found=revision: found)
-        call(out, text=text, status=status)
-        assert said in "".join(capsys.readouterr())
-    assert Manifest.read(out).source["revision"] == "aa"
 
 
 def _of_another_kind(tmp_path: Path) -> list[str]:
@@ -276,6 +250,7 @@ def _broken(tmp_path: Path) -> list[str]:
     "options, message",
     [
         (lambda t: ["--dataset", "pile"], "--dataset 'pile' is unknown; known are"),
+        (lambda t: ["--dataset", "openwebtext", "--path", ""], "and give --path data/openwebtext"),
         (lambda t: ["--path", str(t / "no")], "no' does not exist"),
         (lambda t: ["--path", str(t / "no")], "prepare: --path: "),
         (_broken, "broken.parquet' cannot be read as parquet"),
@@ -315,45 +290,25 @@ def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.M
         call(out, text=text, status=2)
     *_, line = capsys.readouterr().err.splitlines()  # after bars of the datasets library
     assert line == f"prepare: {out} cannot be written: No space left on device; run the same command again to continue"
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, prepare._exclusive_lock(out):
         patched.setattr(prepare, "_LOCK_SECONDS", 0.2)
-        with prepare._exclusive_lock(out / "unfinished") as first:
-            call(out, text=text, status=2)
-            assert f"another process is preparing data in {out}" in capsys.readouterr().err
-            patched.setattr(prepare, "_LOCK_SECONDS", 60.0)
-
-            def finish(_: float) -> None:
-                shutil.rmtree(out / "unfinished")
-                first.close()
-
-            patched.setattr(time, "sleep", finish)
-            with prepare._exclusive_lock(out / "unfinished") as second:
-                assert os.path.samestat(os.fstat(second.fileno()), (out / "unfinished" / "lock").stat())
-    with monkeypatch.context() as patched:  # a file of a stream that is no JSON
-        (text / "1.jsonl").write_text('{"text": "good"}\nnot good\n')
-        found = sorted(str(path) for path in text.glob("*.jsonl"))
-        stream = DatasetConfig("", lambda _: load_dataset("json", data_files=found, split="train", streaming=True), str)
-        patched.setitem(DATASETS, "made_up", stream)
-        call(tmp_path / "other", "--dataset", "made_up", status=2)
-    assert "file 1 of the train data cannot be read: " in capsys.readouterr().err
-    assert not (tmp_path / "other" / "manifest.json").exists()
+        call(out, text=text, status=2)
+        assert f"another process is preparing data in {out}" in capsys.readouterr().err
+    call(out, text=text)
+    assert not (out / "lock").exists() and not (out / "unfinished").exists()
 
 
 def test_the_default_split_suits_the_default_validation(tmp_path: Path) -> None:
-    """Of 3,000 documents, one in 2,000 would be one document or two. An older share of the same data is continued."""
+    """Of 3,000 documents, one in 2,000 would be one document or two."""
     with open(tmp_path / "a.jsonl", "w") as text:
         text.writelines(json.dumps({"text": f"{i:04} " * 100}) + "\n" for i in range(3000))
     options = ["--path", f"{tmp_path}/a.jsonl", "--tokenizer", str(BYTE_TOKENIZER), "--output", f"{tmp_path}/data"]
     assert prepare.main(options) == 0
     held_out = Manifest.read(tmp_path / "data").total("validation", "tokens")
     assert held_out > 16 * 2 * 8 * 256  # steps, readers, batch and length of train_configs/embedded.toml
-    for share in ("0.001", None):
-        given = ["--validation", share] if share else []
-        assert prepare.main([*options[:-1], str(tmp_path / "older"), *given]) == 0
-    assert Manifest.read(tmp_path / "older").held_out == 0.001
 
 
 def test_the_default_share_has_limits() -> None:
     sizes = np.array([10_000, 10_000])
     assert prepare._default_share(sizes, 4.0) == 0.05 and prepare._default_share(sizes * 2000, 4.0) == 0.02
-    assert prepare._default_share(sizes * 10**6, 4.0) == prepare._default_share(None, 4.0) == 0.0005
+    assert prepare._default_share(sizes * 10**6, 4.0) == 0.0005

@@ -201,9 +201,7 @@ def test_mismatched_data_and_positions_are_refused() -> None:
 # From files
 
 
-def prepared(
-    folder: Path, tokenizer: Any, tokens: int = 200, validation: int = 38, special: bool | None = False
-) -> Path:
+def prepared(folder: Path, tokenizer: Any, tokens: int = 200, validation: int = 38) -> Path:
     """Write two shards for training and one for validation, of bytes."""
     (folder / "parts").mkdir(parents=True)
     facts = tokenizer_facts(BYTE_TOKENIZER, tokenizer)
@@ -213,7 +211,7 @@ def prepared(
         writer.add([i % 250 + 2 for i in range(n)], [n], 3 * n)
         shards.append(writer.finish(folder))
     head = {"dataset": "made up"}, facts, "bos_eos", "uint16", 100, 0.1
-    Manifest(*head, tuple(shards), special).write(folder)  # type: ignore[arg-type]
+    Manifest(*head, tuple(shards)).write(folder)  # type: ignore[arg-type]
     return folder
 
 
@@ -247,11 +245,14 @@ def test_prepared_data_are_read_and_resumed(tmp_path: Path, tokenizer: Any) -> N
     assert next(iter(loader))[1].shape == (3, 8)
 
 
-def test_data_of_earlier_versions_are_read_with_a_warning(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    build_dataloader(1, 0, tokenizer, config_of(prepared(tmp_path / "data", tokenizer, special=None)))
-    assert "was prepared by a version that encoded text that spells a special token as that token" in caplog.text
+def test_data_of_earlier_versions_are_read(tmp_path: Path, tokenizer: Any) -> None:
+    config = config_of(prepared(tmp_path / "data", tokenizer))
+    path = tmp_path / "data" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for shard in manifest["shards"]:
+        shard["special_documents"] = 1
+    path.write_text(json.dumps(manifest | {"allow_special_tokens": False}))
+    assert next(iter(build_dataloader(1, 0, tokenizer, config)))[1].shape == (3, 8)
 
 
 def test_a_megatron_pair_is_read(tmp_path: Path, tokenizer: Any) -> None:
@@ -312,10 +313,6 @@ def _tokenizer(folder: Path) -> None:
         (lambda f, c: _without_digest(f), r"manifest\.json cannot be read \(its tokenizer lacks digest\)"),
         (lambda f, c: _tokenizer(f), "with another tokenizer than the one in .*: its entries is 300, not 258"),
         (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos', or .* --border eos"),
-        (
-            lambda f, c: setattr(c.data, "allow_special_tokens", True),
-            "prepared without --allow-special-tokens, and .* = true; set it to false",
-        ),
         (lambda f, c: setattr(c.training, "dataset_path", None), "training.dataset_path: dataset 'prepared' needs"),
         (
             lambda f, c: setattr(c.training, "dataset_path", str(f / "no")),

@@ -227,10 +227,6 @@ class Data(Options):
     """Separation of documents: BOS before each and EOS after it, or EOS only; a tokenizer with one token for both, such
     as GPT-2's, writes it once in either case. Prepared data must have been prepared with the same value"""
 
-    allow_special_tokens: bool = False
-    """Encode text that spells a special token of the tokenizer, such as <|end_of_text|>, as that token; by default it
-    is ordinary text. Prepared data must have been prepared with the same value"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.epochs >= 0, "epochs", "it must be 0 (no end) or more")
@@ -288,7 +284,7 @@ class Observe(Options):
 
 @dataclass
 class JobConfig(TitanJobConfig):
-    """TorchTitan's configuration with this project's sections; [model], [optimizer], [checkpoint] and [training] are extended."""
+    """TorchTitan's configuration with this project's sections, and further keys of some of TorchTitan's."""
 
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -40,6 +40,7 @@ REMOVED_KEYS: dict[str, str] = {
     "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
     **dict.fromkeys(("sample", "sample.characters"), _SAMPLE),
     "validation.patience": "it was removed, delete it: best.json names the step with the lowest loss",
+    "data.allow_special_tokens": "it was removed, delete it: text that spells a special token is ordinary text",
     "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
     "of codes in gradients_code",
 }
@@ -53,6 +54,7 @@ _ONLY_VALUES: dict[str, Any] = {
     "sharding.gradients_block": 128,
     "sharding.hadamard": True,
     "sharding.hops": "auto",
+    "data.allow_special_tokens": False,
     "sample": {"characters": 0},
     "sample.characters": 0,
     "validation.patience": 0,

@@ -46,6 +46,17 @@ class HubDataset:
     repository: str
     revision: str = ""
 
+    @property
+    def folder(self) -> str:
+        """The folder into which `download` writes."""
+        return f"data/{self.name}"
+
+    @property
+    def download(self) -> str:
+        """The command that writes a local copy."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {self.repository} --repo-type dataset{revision} --local-dir {self.folder}"
+
     def stream(self, split: str) -> Any:
         """Return the streamed split. Raises ValueError, with the remedy, if it cannot be streamed."""
         offline = unreachable()
@@ -55,11 +66,9 @@ class HubDataset:
                 return load_dataset(self.repository, split=split, streaming=True)
         except Exception as error:  # The exception types differ between versions of the libraries.
             reason, first = _reason(error, offline)
-        revision, folder = f" --revision {self.revision}" if self.revision else "", f"data/{self.name}"
         raise ValueError(
-            f"{self.repository} cannot be streamed: {reason}; on a machine with network access, {first}hf download "
-            f"{self.repository} --repo-type dataset{revision} --local-dir {folder}, and here set "
-            f"dataset_path = {folder!r}"
+            f"{self.repository} cannot be streamed: {reason}; on a machine with network access, {first}"
+            f"{self.download}, and here set dataset_path = {self.folder!r}"
         )
 
 
@@ -118,14 +127,16 @@ def _embedded(corpus: EmbeddedCorpus) -> dict[str, DatasetConfig]:
     }
 
 
-_SLIMPAJAMA = HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B")
-# The main branch contains a loading script; the hub converted it to parquet files under this revision.
-_OPENWEBTEXT = HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet")
+HUB = {
+    "slimpajama_6b": HubDataset("slimpajama_6b", "DKYoon/SlimPajama-6B"),
+    # The main branch contains a loading script; the hub converted it to parquet files under this revision.
+    "openwebtext": HubDataset("openwebtext", "Skylion007/openwebtext", revision="refs/convert/parquet"),
+}
 _OURS = {
     **{f"{name}{rest}": config for name, corpus in CORPORA.items() for rest, config in _embedded(corpus).items()},
-    "slimpajama_6b": _hub(_SLIMPAJAMA, "train"),
-    "slimpajama_6b_validation": _hub(_SLIMPAJAMA, "validation"),
-    "openwebtext": _hub(_OPENWEBTEXT, "train"),
+    "slimpajama_6b": _hub(HUB["slimpajama_6b"], "train"),
+    "slimpajama_6b_validation": _hub(HUB["slimpajama_6b"], "validation"),
+    "openwebtext": _hub(HUB["openwebtext"], "train"),
     "text_files": DatasetConfig("", _load_local, _text),
 }
 DATASETS.update(_OURS)

@@ -10,8 +10,8 @@ those of the whole text:
 `rule_of` reads the rule from the tokenizer's definition. A tokenizer with another definition has none: its texts are
 encoded whole. So is a text without a place to split, as far as the next one.
 
-Characters that spell a special token, such as <|end_of_text|>, are ordinary text by default: as the token, they would
-end a document in its middle. `data.allow_special_tokens` encodes them as the token.
+Characters that spell a special token, such as <|end_of_text|>, are ordinary text: as the token, they would end a
+document in its middle.
 
 Published tokenizers define the tokens between documents in one of three ways: names of BOS and EOS in
 tokenizer_config.json, a template in tokenizer.json that adds them to every text, or neither (GPT-2). Documents get the
@@ -28,7 +28,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from torchtitan_scape.titan.data import BaseTokenizer
-from torchtitan_scape.titan.tokenizer import panic_text, special_tokens_in_text
+from torchtitan_scape.titan.tokenizer import panic_text
 
 logger = logging.getLogger(__name__)
 
@@ -145,33 +145,6 @@ def _sentence_piece_prefix(normalizers: list[dict[str, Any]], splitters: list[di
     return None
 
 
-class SpecialTokenCount:
-    """Count of the `documents` that spell a special token of a tokenizer of the tokenizers library."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        parts = map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))
-        self._pattern = re.compile("|".join(parts) or r"(?!)")
-        self._as_token = special_tokens_in_text(tokenizer)
-        self.documents = 0
-
-    def is_in(self, text: str) -> bool:
-        """Return whether a document spells a special token, without counting it."""
-        return self._pattern.search(text) is not None
-
-    def add_and_log(self, text: str) -> None:
-        """Count a document, and log the 1st, 10th, 100th, ... one that spells a special token."""
-        if (match := self._pattern.search(text)) is None:
-            return
-        self.documents += 1
-        if re.fullmatch("10*", str(self.documents)):
-            how = "the token" if match[0] in self._as_token else "ordinary text"
-            logger.warning(
-                f"documents that spell a special token: {self.documents:,}, the last one {match[0]!r}; it is encoded "
-                f"as {how} (data.allow_special_tokens)"
-            )
-
-
 def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[int]]:
     """Return the ids before and after a document; empty if the tokenizer has no such token."""
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -223,19 +196,15 @@ class BoundaryTokenizer:
     def __init__(self, tokenizer: BaseTokenizer, border: str) -> None:
         self.tokenizer = tokenizer.tokenizer
         self.definition: str | None = getattr(tokenizer, "definition", None)  # See `name_borders`.
-        self.special = SpecialTokenCount(self.tokenizer)
-        self._as_text = self.tokenizer.encode_special_tokens
         self._before, self._after = border_ids(tokenizer, border)
         self._split = PieceSplitter(tokenizer)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.tokenizer.encode_special_tokens = self._as_text  # Pickling a tokenizer loses it.
+        self.tokenizer.encode_special_tokens = True  # Pickling a tokenizer loses it.
 
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
-        if begin == 0:
-            self.special.add_and_log(text)
         for first, piece, last in self._split(text, begin):
             yield first, self._around(first, self._ids(piece), last)
 

@@ -336,10 +336,8 @@ class TextDataset(HuggingFaceTextDataset):
     def digests(self) -> dict[str, str]:
         """Digests of text and tokenizer, for checkpoints; validation does not need them."""
         tokenizer = self._tokenizer.tokenizer
-        allowed = "false" if tokenizer.encode_special_tokens else "true"
         definition = self._tokenizer.definition or tokenizer.to_str()
-        digests = {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(definition)}
-        return digests | {"data.allow_special_tokens": allowed}
+        return {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(definition)}
 
     def _get_data_iter(self) -> Iterator[dict[str, Any]]:
         """Return the documents of an epoch, at its beginning. Raises NoTextError if the last one had no token."""

@@ -64,11 +64,15 @@ class IndexedShard:
     bytes: int
     bin_sha256: str
     idx_sha256: str
-    special_documents: int = 0
 
     def sizes(self, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return the sizes of the two files in bytes."""
         return self.tokens * dtype.itemsize, _HEADER.size + 20 * self.documents + 8
+
+
+def shard_of(record: dict[str, Any]) -> IndexedShard:
+    """Return the shard of a record in a manifest."""
+    return IndexedShard(**{key: value for key, value in record.items() if key != "special_documents"})
 
 
 class PairWriter:
@@ -80,11 +84,12 @@ class PairWriter:
         self._file: IO[bytes] = open(self._parts[0], "wb")  # noqa: SIM115  # Closed by finish or discard.
         self._digest = hashlib.sha256()
         self._lengths = array("i")
-        self.tokens = self.bytes = self.special_documents = 0
+        self.tokens = self.bytes = 0
 
-    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int, special_documents: int = 0) -> None:
-        """Append documents: their ids, concatenated, the tokens of each, the bytes of their text, and how many spell a
-        special token. Raises OverflowError if an id does not fit the dtype.
+    def add(self, ids: Sequence[int], lengths: Sequence[int], n_bytes: int) -> None:
+        """Append documents: their ids, concatenated, the tokens of each, and the bytes of their text.
+
+        Raises OverflowError if an id does not fit the dtype.
         """
         # Python's `array` converts a list in a third of numpy's time.
         data = array("H" if self.dtype.itemsize == 2 else "i", ids).tobytes()
@@ -92,7 +97,6 @@ class PairWriter:
         self._digest.update(data)
         self._lengths.extend(lengths)
         self.tokens, self.bytes = self.tokens + len(ids), self.bytes + n_bytes
-        self.special_documents += special_documents
 
     def finish(self, folder: Path) -> IndexedShard | None:
         """Sync the pair to disk and rename it. Return its record, or None, without a file, if it contains no token."""
@@ -109,7 +113,7 @@ class PairWriter:
         sync_folder(folder)
         sums = self._digest.hexdigest(), hashlib.sha256(index).hexdigest()
         counts = len(self._lengths), self.tokens, self.bytes
-        return IndexedShard(self.name, self.split, *counts, *sums, self.special_documents)
+        return IndexedShard(self.name, self.split, *counts, *sums)
 
     def discard(self) -> None:
         """Delete the partial files."""
@@ -251,8 +255,6 @@ class Manifest:
         tokenizer: See `tokenizer_facts`.
         held_out: Share of held-out documents; None if the source has its own validation split.
         shards: Shards in token order, training shards first.
-        allow_special_tokens: As [data] allow_special_tokens; None in data of versions before this key, which encoded
-            text that spells a special token as that token.
     """
 
     source: dict[str, Any]
@@ -262,7 +264,6 @@ class Manifest:
     shard_tokens: int
     held_out: float | None
     shards: tuple[IndexedShard, ...]
-    allow_special_tokens: bool | None = None
 
     def of(self, split: str) -> list[IndexedShard]:
         return [shard for shard in self.shards if shard.split == split]
@@ -296,7 +297,8 @@ class Manifest:
             content = parse_json(path.read_bytes())
             if content.pop("format") != FORMAT:
                 raise ValueError
-            content["shards"] = tuple(IndexedShard(**shard) for shard in content["shards"])
+            content.pop("allow_special_tokens", None)  # Of earlier versions, as `special_documents`.
+            content["shards"] = tuple(shard_of(shard) for shard in content["shards"])
             for shard in content["shards"]:
                 require_plain_name(shard.name, path)
             del content["splits"]

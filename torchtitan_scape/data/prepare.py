@@ -6,7 +6,6 @@ python -m torchtitan_scape.data.prepare --output outputs/prepared --verify
 """
 
 import argparse
-import contextlib
 import fcntl
 import json
 import multiprocessing
@@ -28,13 +27,13 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow.compute
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.command import one_line, parser_of
 from torchtitan_scape.core.files import packaged, parse_json, write_whole
 from torchtitan_scape.core.text import duration_text
-from torchtitan_scape.data.datasets import DATASETS
+from torchtitan_scape.data.datasets import DATASETS, HUB
 from torchtitan_scape.data.encoding import BoundaryTokenizer, groups
 from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.data.manifest import (
@@ -47,12 +46,13 @@ from torchtitan_scape.data.manifest import (
     Tokens,
     damage,
     dtype_for,
+    shard_of,
     tokenizer_facts,
 )
 from torchtitan_scape.data.prepared import mixed
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
-UNFINISHED, PLAN = "unfinished", "plan.json"
+UNFINISHED, PLAN, LOCK = "unfinished", "plan.json", "lock"
 # Share of the documents to hold out by default: enough for the default recipe's validation (65,536 tokens with two
 # readers), within these limits.
 HELD_OUT, MOST_HELD_OUT, HELD_OUT_TOKENS = 0.0005, 0.05, 200_000
@@ -66,14 +66,13 @@ DOCUMENTS_AT_ONCE = 512  # That are encoded together, at most.
 SAMPLED, SAMPLED_CHARACTERS = 256, 1 << 14
 _ROWS = 256  # Rows of stored data read at once.
 _BLOCK = 400 * _ROWS  # Documents of a block, whose digests are independent of the files.
-_FILE = 1 << 40  # In a stream, document i of file f has the number f * _FILE + i.
 
 Count = Callable[[int, int, int], None]  # Reports completed documents, tokens and bytes of text.
 
 
 @dataclass(frozen=True)
 class PrepareTask:
-    """A unit of work: a range of documents with about as many bytes as the others, or a file of a stream, of 0 bytes.
+    """A unit of work: a range of documents with about as many bytes as the others.
 
     Tasks depend only on the source and the tokenizer, not on the workers. The same files therefore result from any
     number of workers and after any interruption. If documents are held out, a training task also produces validation
@@ -88,31 +87,23 @@ class PrepareTask:
 
 
 class TextSource:
-    """The documents of one split, numbered, without empty ones. `sizes` are their bytes, if known in advance."""
+    """The documents of one split, numbered, without empty ones. `sizes` are their bytes."""
 
-    def __init__(self, data: Dataset | IterableDataset, split: str) -> None:
-        self.data, self.split = data, split
-        self.sizes = _sizes(data) if isinstance(data, Dataset) else None
+    def __init__(self, data: Dataset, split: str) -> None:
+        self.data, self.split, self.sizes = data, split, _sizes(data)
 
     def facts(self) -> dict[str, Any]:
         """Return the properties that identify the source."""
-        if self.sizes is None:
-            return {"files": self.data.num_shards}
-        sampled = sha256(self.sizes.tobytes() + "\0".join(self.sample()).encode())  # Compared with older manifests.
-        facts = {"documents": len(self.sizes), "bytes": int(self.sizes.sum()), "digest": sampled.hexdigest()[:16]}
-        return facts | {"text_digest": _text_digest(self.data, self.sizes)}
+        digest = _text_digest(self.data, self.sizes)
+        return {"documents": len(self.sizes), "bytes": int(self.sizes.sum()), "text_digest": digest}
 
     def sample(self) -> list[str]:
-        """Return the beginnings of some documents, spread over stored data; empty for a stream."""
-        if self.sizes is None:
-            return []
+        """Return the beginnings of some documents, spread over the data."""
         indices = np.linspace(0, len(self.sizes) - 1, min(SAMPLED, len(self.sizes))).astype(int).tolist()
         return [(self.data[index]["text"] or "")[:SAMPLED_CHARACTERS] for index in indices]
 
     def parts(self, size: float) -> list[PrepareTask]:
-        """Return tasks of about `size` bytes of text, or one per file of a stream."""
-        if self.sizes is None:
-            return [PrepareTask(self.split, file, file, file + 1, 0) for file in range(self.data.num_shards)]
+        """Return tasks of about `size` bytes of text."""
         ends = np.cumsum(self.sizes)
         total = int(ends[-1]) if len(ends) else 0
         n = max(1, -(-total // max(1, int(size))))
@@ -126,23 +117,13 @@ class TextSource:
     def read(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
         """Yield (number, text) of a task's documents. Raises ValueError if they cannot be read."""
         try:
-            if self.sizes is None:
-                stream = self.data.shard(self.data.num_shards, part.begin)
-                documents: Iterator[tuple[int, str]] = (
-                    (part.begin * _FILE + i, sample["text"]) for i, sample in enumerate(stream)
-                )
-            else:
-                documents = self._stored(part)
-            for number, text in documents:
-                if text:
-                    yield number, text
+            for begin in range(part.begin, part.end, _ROWS):
+                texts = self.data[begin : min(part.end, begin + _ROWS)]["text"]
+                yield from ((number, text) for number, text in enumerate(texts, begin) if text)
         except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
-            source = f"file {part.begin}" if self.sizes is None else f"documents {part.begin} to {part.end - 1}"
-            raise ValueError(f"{source} of the {self.split} data cannot be read: {one_line(error)}") from error
-
-    def _stored(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
-        for begin in range(part.begin, part.end, _ROWS):
-            yield from enumerate(self.data[begin : min(part.end, begin + _ROWS)]["text"], begin)
+            raise ValueError(
+                f"documents {part.begin} to {part.end - 1} of the {self.split} data cannot be read: {one_line(error)}"
+            ) from error
 
 
 def _columns(data: Dataset) -> list[pyarrow.ChunkedArray]:
@@ -221,7 +202,7 @@ class PrepareWork:
 
     def take_over(self, shards: Sequence[dict[str, Any]]) -> None:
         """Write the records of an existing manifest of which a file is missing or damaged."""
-        existing_shards = [IndexedShard(**shard) for shard in shards]
+        existing_shards = [shard_of(shard) for shard in shards]
         for index, part in enumerate(self.parts):
             names = self._names(part).values()
             self.write_record(index, [shard for shard in existing_shards if shard.name in names])
@@ -266,7 +247,7 @@ class PrepareWork:
             if chosen:
                 ids, lengths = self.encoder.encode_documents(chosen)
                 n_bytes = sum(len(text.encode()) for text in chosen)
-                writer.add(ids, lengths, n_bytes, sum(map(self.encoder.special.is_in, chosen)))
+                writer.add(ids, lengths, n_bytes)
                 count(len(chosen), len(ids), n_bytes)
 
 
@@ -295,11 +276,6 @@ def _parser() -> argparse.ArgumentParser:
         default="bos_eos",
         help="tokens between documents, as [data] border (bos_eos)",
     )
-    parser.add_argument(
-        "--allow-special-tokens",
-        action="store_true",
-        help="encode text that spells a special token as that token, as [data] allow_special_tokens (off)",
-    )
     parser.add_argument("--verify", action="store_true", help="read all files and compare their SHA-256")
     return parser
 
@@ -313,10 +289,15 @@ def sources_of(
         raise ValueError(f"--dataset {name!r} is unknown; known are {', '.join(sorted(DATASETS))}")
     if text_column != "text" and name != "text_files":
         raise ValueError(f"--text-column {text_column!r} is for local text; the column of --dataset {name} is fixed")
+    if not path and (hub := HUB.get(name.removesuffix("_validation"))):
+        raise ValueError(f"--dataset {name} needs a local copy: run {hub.download}, and give --path {hub.folder}")
     dataset, validation = DATASETS[name], DATASETS.get(f"{name}_validation")
     if path:
         path = TextPath(path, text_column)
-    sources = [TextSource(dataset.loader(path or dataset.path), TRAIN)]
+    data = dataset.loader(path or dataset.path)
+    if not isinstance(data, Dataset):
+        raise ValueError(f"--dataset {name} is a stream; download it, and give --dataset text_files and --path")
+    sources = [TextSource(data, TRAIN)]
     if validation is None:
         return sources, HELD_OUT if held_out is None else held_out
     if held_out is not None:
@@ -327,84 +308,51 @@ def sources_of(
         raise ValueError(f"{error}; or hold documents out with --validation {HELD_OUT}") from error
 
 
-def _revision(name: str, path: str | None) -> str | None:
-    """Return the commit of a dataset on the hub, or None if it cannot be requested."""
-    if path or not isinstance(hub := DATASETS[name.lower()].path, str) or hub.count("/") != 1:
-        return None
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().dataset_info(hub).sha
-    except Exception:  # Offline or gated: reading the data reports it.
-        return None
-
-
 def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], list[TextSource], BoundaryTokenizer]:
     """Return manifest without shards, tasks, sources and encoder; equal for equal text, tokenizer and options."""
     name = options.dataset or "text_files"
     config = JobConfig()
     config.model.hf_assets_path, config.data.border = str(options.tokenizer), options.border
-    config.data.allow_special_tokens = options.allow_special_tokens
     tokenizer = build_tokenizer(config)
     sources, held_out = sources_of(name, options.path, options.text_column, options.validation)
     encoder = BoundaryTokenizer(tokenizer, options.border)
     ids, _ = encoder.encode_documents(texts) if (texts := sources[0].sample()) else ([], [])
     rate = max(1, sum(len(text.encode()) for text in texts)) / max(1, len(ids))
     if options.validation is None and held_out is not None:
-        held_out = _saved_share(options.output) or _default_share(sources[0].sizes, rate)
+        held_out = _default_share(sources[0].sizes, rate)
     facts = tokenizer_facts(options.tokenizer, tokenizer)
-    revision = _revision(name, options.path)
     plan = Manifest(
-        source={"dataset": name.lower(), "path": options.path, "revision": revision}
-        | {source.split: source.facts() for source in sources},
+        source={"dataset": name.lower(), "path": options.path} | {source.split: source.facts() for source in sources},
         tokenizer=facts,
         border=options.border,
         dtype=dtype_for(facts["entries"]).name,
         shard_tokens=options.shard_tokens,
         held_out=held_out,
         shards=(),
-        allow_special_tokens=options.allow_special_tokens,
     )
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
 
 
-def _default_share(sizes: Tokens | None, bytes_per_token: float) -> float:
-    """Return the share of documents to hold out; HELD_OUT for a stream, whose size is unknown."""
-    if sizes is None:
-        return HELD_OUT
+def _default_share(sizes: Tokens, bytes_per_token: float) -> float:
+    """Return the share of documents to hold out."""
     wanted = HELD_OUT_TOKENS * bytes_per_token / max(1, int(sizes.sum()))
     return round(min(MOST_HELD_OUT, max(HELD_OUT, wanted)), 4)
 
 
-def _saved_share(folder: Path) -> float | None:
-    """Return the share that data in this folder hold out, so that a default of another version is continued."""
-    heads = [path for path in (folder / MANIFEST, folder / UNFINISHED / PLAN) if path.exists()]
-    return _head(heads[0]).get("held_out") if heads else None
-
-
-def _exclusive_lock(unfinished: Path) -> IO[str]:
+def _exclusive_lock(folder: Path) -> IO[str]:
     """Return an open lock file that excludes other processes; workers inherit it for as long as they live."""
-    path, deadline = unfinished / "lock", time.monotonic() + _LOCK_SECONDS
-    while True:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            file = open(path, "w")  # noqa: SIM115  # closed by the caller
-            _lock(file, deadline, unfinished.parent)
-            # Otherwise the previous owner has deleted the file that is locked now.
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-
-
-def _lock(file: IO[str], end: float, folder: Path) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    file = open(folder / LOCK, "w")  # noqa: SIM115  # closed by the caller
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise ValueError(f"another process is preparing data in {folder}; wait until it ends") from None
             time.sleep(0.1)
         except OSError:  # The file system does not support locks.
-            return None
+            return file
 
 
 def _head(path: Path) -> dict[str, Any]:
@@ -416,28 +364,22 @@ def _head(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None
 
 
-def _check_plan(path: Path, folder: Path, plan: Manifest, finished: bool = False) -> None:
-    """Raise ValueError if the plan differs from that of a folder.
-
-    Earlier versions recorded no digest of all text. They encoded text that spells a special token as that token: such
-    data can be continued with --allow-special-tokens.
-    """
+def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
+    """Raise ValueError if the plan differs from that of a folder."""
     head = _head(path)
-    head.setdefault("allow_special_tokens", plan.allow_special_tokens if finished else True)
-    source = dict(plan.source)
-    if isinstance(saved := head.get("source"), dict):
-        if source["revision"] is None:
-            source["revision"] = plan.source["revision"] = saved.get("revision")  # The hub cannot be reached this time.
-        for split, facts in source.items():
-            if isinstance(facts, dict) and isinstance(old := saved.get(split), dict) and "text_digest" not in old:
-                source[split] = {key: value for key, value in facts.items() if key != "text_digest"}
-    for key, expected in (plan.head() | {"source": source}).items():
-        if head.get(key) != expected:
-            fix = "add or leave out --allow-special-tokens, " if key == "allow_special_tokens" else ""
+    for key, expected in plan.head().items():
+        if not _contains(head.get(key), expected):
             raise ValueError(
-                f"{folder} contains data of another {key}: {head.get(key)}, not {expected}; {fix}delete it, or give "
-                "another --output"
+                f"{folder} contains data of another {key}: {head.get(key)}, not {expected}; delete it, or give another "
+                "--output"
             )
+
+
+def _contains(saved: Any, expected: Any) -> bool:
+    """Return whether a saved value has all entries of the expected one; earlier versions wrote further entries."""
+    if isinstance(saved, dict) and isinstance(expected, dict):
+        return all(_contains(saved.get(key), value) for key, value in expected.items())
+    return bool(saved == expected)
 
 
 def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) -> bool:
@@ -448,7 +390,7 @@ def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) ->
             Manifest.read(folder)
         except ValueError as error:
             lost = str(error)
-        _check_plan(folder / MANIFEST, folder, plan, finished=not lost)
+        _check_plan(folder / MANIFEST, folder, plan)
         if not lost:
             return False
         print(f"{lost}: it is prepared again")  # The remaining files count as completed tasks.
@@ -470,21 +412,21 @@ def prepare(options: argparse.Namespace, workers: int) -> None:
     """Create the missing prepared data, and the manifest last."""
     folder: Path = options.output
     unfinished = folder / UNFINISHED
-    if folder.is_dir() and not ({MANIFEST, UNFINISHED} & set(names := os.listdir(folder))) and names:
+    if folder.is_dir() and not ({MANIFEST, UNFINISHED, LOCK} & set(names := os.listdir(folder))) and names:
         raise ValueError(f"{folder} is not empty, and contains no prepared data; give another --output")
     begin = time.monotonic()
     plan, parts, sources, encoder = plan_of(options)
     if not parts:
         raise ValueError("the data have no document")
-    with _exclusive_lock(unfinished):
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with _exclusive_lock(folder):
         work = PrepareWork(folder, unfinished, plan, parts, sources, encoder)
         if not _begin(folder, unfinished, plan, work):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove_unfinished(folder)
             print(f"{folder} is finished already")
             return
         size = sum(part.bytes for part in parts)
-        amount = f"{size / 1e6:,.1f} MB of text" if size else "text of unknown size"
-        print(f"{amount} in {len(parts)} parts, {min(workers, len(parts))} workers", flush=True)
+        print(f"{size / 1e6:,.1f} MB of text in {len(parts)} parts, {min(workers, len(parts))} workers", flush=True)
         run(work, len(parts), workers, size)
         shards = [shard for index in range(len(parts)) for shard in work.shards(index) or ()]
         # Training shards come first, each split in the order of its source.
@@ -493,8 +435,13 @@ def prepare(options: argparse.Namespace, workers: int) -> None:
             raise ValueError("the data have no document with text to train on")
         finished = Manifest(**{**vars(plan), "shards": tuple(shards)})
         finished.write(folder)
-        shutil.rmtree(unfinished, ignore_errors=True)  # A waiting process may create its lock here again.
+        _remove_unfinished(folder)
     _print_summary(finished, folder, time.monotonic() - begin)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    (folder / LOCK).unlink(missing_ok=True)
 
 
 def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = None) -> None:
@@ -502,10 +449,6 @@ def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = Non
         documents, tokens, n_bytes = (manifest.total(split, what) for what in ("documents", "tokens", "bytes"))
         rate = f", {n_bytes / tokens:.3f} bytes of text per token" if tokens else ""
         print(f"{split}: {documents:,} documents, {tokens:,} tokens{rate}, {len(manifest.of(split))} shards")
-        if special := manifest.total(split, "special_documents"):
-            as_text = "text unless the tokenizer's model contains it; --allow-special-tokens encodes it as the token"
-            how = "the token" if manifest.allow_special_tokens else as_text
-            print(f"{split}: {special:,} documents spell a special token, which was encoded as {how}")
     if not manifest.of(VALIDATION):
         print("no document is held out for validation; --validation sets the share")
     print(f"{folder} is complete" if seconds is None else f"{folder} was prepared in {seconds:,.1f} s")
@@ -529,13 +472,13 @@ def verify(folder: Path, workers: int) -> None:
 def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, workers: int, total: int) -> None:
     """Call `work(index, count)` for every index below `n` in `workers` processes.
 
-    `work` reports completed documents, tokens and bytes of text to `count`. `total` are the bytes of all text, 0 if
-    unknown. Raises ValueError if a worker failed, with its message, or died. The others are terminated.
+    `work` reports completed documents, tokens and bytes of text to `count`. `total` are the bytes of all text. Raises
+    ValueError if a worker failed, with its message, or died. The others are terminated.
     """
     context = multiprocessing.get_context("fork")  # Workers inherit sources and tokenizer.
     next_index, errors = context.Value("q", 0), context.SimpleQueue()
     workers = max(1, min(workers, n))
-    counts = context.RawArray("q", 4 * workers)
+    counts = context.RawArray("q", 3 * workers)
     parent = os.getpid()
 
     def body(slot: int) -> None:
@@ -544,7 +487,7 @@ def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, wo
 
         def count(documents: int, tokens: int, n_bytes: int) -> None:
             for i, more in enumerate((documents, tokens, n_bytes)):
-                counts[4 * slot + i] += more
+                counts[3 * slot + i] += more
             if os.getppid() != parent:
                 os._exit(1)
 
@@ -555,7 +498,6 @@ def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, wo
                 if index >= n:
                     return
                 work(index, count)
-                counts[4 * slot + 3] += 1
         except ValueError as error:
             errors.put(one_line(error))
         except Exception:
@@ -575,7 +517,7 @@ def run(work: Callable[[int, Callable[[int, int, int], None]], None], n: int, wo
             _check(processes, errors)
             if time.monotonic() - last_report >= SECONDS:
                 last_report = time.monotonic()
-                print(_progress([sum(counts[i::4]) for i in range(4)], last_report - begin, n, total), flush=True)
+                print(_progress([sum(counts[i::3]) for i in range(3)], last_report - begin, total), flush=True)
         _check(processes, errors)
     finally:
         for process in processes:
@@ -593,9 +535,9 @@ def _check(processes: list[Any], errors: Any) -> None:
             raise ValueError(f"a worker ended with {how}; out of memory? {RESUME_HINT}, with fewer --workers")
 
 
-def _progress(done: list[int], seconds: float, n: int, total: int) -> str:
-    documents, tokens, n_bytes, parts = done
-    share = n_bytes / total if total else parts / n
+def _progress(done: list[int], seconds: float, total: int) -> str:
+    documents, tokens, n_bytes = done
+    share = n_bytes / max(1, total)
     left = f"{duration_text(seconds * (1 - share) / share)} left" if share else "time left unknown"
     return (
         f"{100 * share:5.1f} %  {documents:,} documents  {tokens / 1e6:,.1f} M tokens  "

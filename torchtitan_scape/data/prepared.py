@@ -237,7 +237,6 @@ def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConf
             f"{job.data.border!r}; set [data] border = {manifest.border!r}, or prepare them with --border "
             f"{job.data.border}"
         )
-    _check_special_tokens(folder, manifest.allow_special_tokens, job.data.allow_special_tokens)
     n_bytes, n_tokens = manifest.total(split, "bytes"), manifest.total(split, "tokens")
     dtype = np.dtype(manifest.dtype)
     _allow_files(len(manifest.of(split)))
@@ -246,20 +245,6 @@ def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConf
     ]
     rate = n_bytes / n_tokens if n_tokens else None
     return Split(shards, Manifest.digest(folder), facts["entries"], rate)
-
-
-def _check_special_tokens(folder: Path, prepared: bool | None, wanted: bool) -> None:
-    if prepared is None and not wanted:
-        logger.warning(
-            f"{folder} was prepared by a version that encoded text that spells a special token as that token; prepare "
-            "the data again if documents may contain such text"
-        )
-    elif prepared not in (None, wanted):
-        raise ValueError(
-            f"{folder} was prepared with{'' if prepared else 'out'} --allow-special-tokens, and [data] "
-            f"allow_special_tokens = {str(wanted).lower()}; set it to {str(prepared).lower()}, or prepare the data "
-            "again"
-        )
 
 
 def _allow_files(n: int) -> None:

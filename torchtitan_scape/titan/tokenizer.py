@@ -46,15 +46,6 @@ def panic_text(error: BaseException) -> str:
     return f"{one_line(error)}; {_REGEX}" if type(error).__name__ == "PanicException" else ""
 
 
-def special_tokens_in_text(tokenizer: Any) -> list[str]:
-    """Return the special tokens that result from text that spells them.
-
-    If special tokens are ordinary text, they still result from text that the model has as an entry of its own.
-    """
-    tokens = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return [content for number, content in tokens.items() if number in _ids(tokenizer, content)]
-
-
 def _ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text; none if the tokenizer has no token for a part of it, nor one for unknown text."""
     try:
@@ -62,16 +53,6 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
         return ids
     except Exception:  # The tokenizers library raises no narrower type.
         return []
-
-
-def _report_unavoidable(tokenizer: Any, folder: Path) -> None:
-    """Log the special tokens that are also entries of the model, which finds them in text by itself."""
-    unknown = getattr(tokenizer.model, "unk_token", None)  # The token of any text without an entry.
-    if tokens := [token for token in special_tokens_in_text(tokenizer) if token != unknown]:
-        logger.warning(
-            f"The tokenizer in {str(folder)!r} encodes text that spells {', '.join(tokens[:5])} as these special "
-            "tokens, because its model contains them"
-        )
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
@@ -100,9 +81,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     tokenizer.tokenizer.no_truncation()
     tokenizer.tokenizer.no_padding()
     name_borders(tokenizer)
-    tokenizer.tokenizer.encode_special_tokens = not job_config.data.allow_special_tokens
-    if not job_config.data.allow_special_tokens:
-        _report_unavoidable(tokenizer.tokenizer, folder)
+    tokenizer.tokenizer.encode_special_tokens = True  # Text that spells a special token is ordinary text.
     if tokenizer.eos_id is None:
         logger.warning(f"The tokenizer in {str(folder)!r} defines no EOS: documents are concatenated without a border")
     return tokenizer
