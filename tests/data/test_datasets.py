@@ -198,14 +198,14 @@ MISTAKES = {
     ),
     "blank lines": (lambda t, m: _written(t / "a.jsonl", "\n\n"), "has zero documents"),
     "empty files": (lambda t, m: _written(t / "a.jsonl", ""), "has zero documents"),
-    "no rows": (lambda t, m: _parquet(t / "a.parquet", []), "has zero documents"),
+    "no rows": (lambda t, m: _parquet(t / "a.parquet", []), r"has no column 'text', but \[\]"),
     "zero documents": (
         lambda t, m: _parquet(t / "a.parquet", ROWS, keep=0),
         r"a\.parquet' has zero documents",
     ),
     "no text column": (
         lambda t, m: _jsonl(t / "a.jsonl", [{"body": "x"}]),
-        r"none of its lines is usable; the first: .*a\.jsonl:1 has no column 'text', but \['body'\]",
+        r"cannot be read as json: .*a\.jsonl:1 has no column 'text', but \['body'\]",
     ),
     "no text column in parquet": (
         lambda t, m: _parquet(t / "a.parquet", [{"body": "x"}]),

@@ -1,8 +1,7 @@
 """Local text files as one data set: selection of the files of a folder, checks of their format, and a copy of the text.
 
-Files are read once, and their text is copied next to the cache of the datasets library, as one column. Damaged and
-empty lines are counted and reported, and damaged ones are left out. (The library's own reader of JSON fails as a whole
-on a single bad line, and crashes on one that is nested thousands of levels deep.) Nothing is kept of refused files.
+Files are read once, and their text is copied next to the cache of the datasets library, as one column. (The library's
+own reader of JSON requires equal columns in all lines, and crashes on a line that is nested thousands of levels deep.)
 """
 
 import codecs
@@ -13,13 +12,9 @@ import io
 import json
 import logging
 import os
-import shutil
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,12 +42,11 @@ _BUILDERS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
+TEXT = pyarrow.large_string()
 EXPECTED = f'files ending in {", ".join(_BUILDERS)}; all but .txt need a column "text" (training.text_column)'
 _SPLITS = ("train", "validation", "test")
-MAX_BAD = 0.1  # Share of bad lines above which the files are assumed to have another format.
 KEY_OF_COLUMN = "; training.text_column names the column"
 _READ_ERRORS = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
-_STRING, _LARGE = pyarrow.string(), pyarrow.large_string()
 _CHUNK = 1 << 23  # Characters of JSON lines that are copied at once.
 
 
@@ -199,51 +193,11 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
         raise ValueError(f"dataset_path: {str(root)!r} has zero documents: its files are empty")
     first = {_BUILDERS[cast(str, _ending(file))]: file for file in reversed(files)}
     if len(first) > 1:
+        kinds = " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
         raise ValueError(
-            f"dataset_path: {str(root)!r} mixes the formats {_examples(first)}; give a file, or a folder of one format"
+            f"dataset_path: {str(root)!r} mixes the formats {kinds}; give a file, or a folder of one format"
         )
     return files
-
-
-def _examples(first: dict[str, Path]) -> str:
-    """Return the kinds in words, with one file of each."""
-    return " and ".join(f"{kind} ({file})" for kind, file in sorted(first.items()))
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of reading a set of files: the numbers of usable documents, of bad lines (or rows), which are not JSON or
-    not UTF-8 or have no text, and of empty texts; and location and reason of the first bad or empty one, or "".
-    """
-
-    documents: int
-    bad: int
-    empty: int
-    first: str
-
-    def line(self, path: str) -> str:
-        kinds = [f"{count:,} {kind}" for count, kind in ((self.bad, "unusable"), (self.empty, "empty")) if count]
-        return f"{path}: {' and '.join(kinds)} of {self.documents + self.bad + self.empty:,} documents are left out"
-
-    def check(self, path: str, builder: str) -> None:
-        """Raise ValueError if more than `MAX_BAD` of the documents are bad, or none has text."""
-        total = self.documents + self.bad
-        if self.bad > MAX_BAD * total:
-            raise ValueError(
-                f"dataset_path: {path!r} cannot be read as {builder}: {self.bad:,} of {total:,} documents are "
-                f"unusable; the first: {self.first}"
-            )
-        if self.documents == 0:
-            raise ValueError(f"dataset_path: {path!r} has zero documents with text")
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Consecutive texts of a file, null where a row has none, the number of lines left out, and the first defect."""
-
-    values: pyarrow.ChunkedArray
-    dropped: int = 0
-    first: str = ""
 
 
 def open_lines(file: Path) -> Any:
@@ -254,17 +208,19 @@ def open_lines(file: Path) -> Any:
     return gzip.open(file, "rb") if name.endswith(".gz") else open(file, "rb")
 
 
-def read_line(line: bytes, column: str = "text") -> str:
-    """Return the text, in a column, of one line of JSON. Raises ValueError with the defect of the line."""
+def read_line(line: bytes, column: str = "text") -> str | None:
+    """Return the text, in a column, of one line of JSON; None for null. Raises ValueError with the line's defect."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
-        raise ValueError(f"no JSON in UTF-8 ({one_line(error)})") from None
+        raise ValueError(f"is no JSON in UTF-8 ({one_line(error)})") from None
     if not isinstance(row, dict):
         raise ValueError(f"is a {type(row).__name__}, not an object")
     if column not in row:
         raise ValueError(f"has no column {column!r}, but {list(row)[:10]}{KEY_OF_COLUMN}")
     text = row[column]
+    if text is None:
+        return None
     if not isinstance(text, str):
         raise ValueError(f"has a text of type {type(text).__name__}; expected strings")
     try:
@@ -274,17 +230,8 @@ def read_line(line: bytes, column: str = "text") -> str:
     return text
 
 
-@contextmanager
-def _reading(file: Path, builder: str) -> Iterator[None]:
-    """Name the file in an error of reading it."""
-    try:
-        yield
-    except (ValueError, *_READ_ERRORS) as error:
-        raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
-
-
-def _json_texts(file: Path, column: str) -> Iterator[_Texts]:
-    rows, dropped, size, first, first_bad, good = list[str](), 0, 0, "", "", False
+def _json_texts(file: Path, column: str) -> Iterator[pyarrow.Array]:
+    rows, size = list[str | None](), 0
     with open_lines(file) as lines:
         for number, line in enumerate(lines, 1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
@@ -294,21 +241,16 @@ def _json_texts(file: Path, column: str) -> Iterator[_Texts]:
             try:
                 text = read_line(line, column)
             except ValueError as error:
-                dropped, first_bad = dropped + 1, first_bad or f"{file}:{number} {error}"
-                first = first or first_bad
-                continue
-            first = first or ("" if text else f"{file}:{number} has an empty text")
-            rows.append(text)  # Also an empty one, so that positions are those in the files; readers skip it.
-            size, good = size + len(text), True
+                raise ValueError(f"{file}:{number} {error}") from None
+            rows.append(text)
+            size += len(text or "")
             if size > _CHUNK:
-                yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
-                rows, dropped, size = [], 0, 0
-    if first_bad and not good:
-        raise ValueError(f"none of its lines is usable; the first: {first_bad}")
-    yield _Texts(pyarrow.chunked_array([rows], _LARGE), dropped, first)
+                yield pyarrow.array(rows, TEXT)
+                rows, size = [], 0
+    yield pyarrow.array(rows, TEXT)
 
 
-def _whole_text(file: Path) -> _Texts:
+def _whole_text(file: Path) -> pyarrow.Array:
     """Return a .txt file as one document."""
     content = file.read_bytes()
     try:
@@ -316,95 +258,62 @@ def _whole_text(file: Path) -> _Texts:
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file}:{number} is not UTF-8 ({error.reason})") from None
-    return _Texts(pyarrow.chunked_array([[text]], _STRING), 0, "" if text else f"{file} is empty")
+    return pyarrow.array([text], TEXT)
 
 
-class _ColumnarFile:
-    """A parquet or arrow file, read by row groups or record batches."""
-
-    def __init__(self, file: Path, builder: str) -> None:
-        self._file = file
-        if builder == "parquet":
-            stored = pyarrow.parquet.ParquetFile(file)
-            self.schema, self.rows, self._parts = stored.schema_arrow, stored.metadata.num_rows, stored.num_row_groups
-            self._read: Any = lambda number, column: stored.read_row_group(number, [column]).column(column)
-            return
+def _columnar_texts(file: Path, builder: str, column: str) -> Iterator[pyarrow.Array]:
+    """Yield the texts of a parquet or arrow file, by record batches."""
+    if builder == "parquet":
+        stored = pyarrow.parquet.ParquetFile(file)
+        schema, batches = stored.schema_arrow, stored.iter_batches(columns=[column])
+    else:
         source = pyarrow.memory_map(str(file))
         try:
-            reader = pyarrow.ipc.open_stream(source)
-            batches = list(reader)
+            batches = pyarrow.ipc.open_stream(source)
+            schema = batches.schema
         except pyarrow.ArrowInvalid:
             source.seek(0)
             reader = pyarrow.ipc.open_file(source)
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        self.schema, self.rows, self._parts = reader.schema, sum(batch.num_rows for batch in batches), len(batches)
-        self._read = lambda number, column: pyarrow.chunked_array([batches[number].column(column)])
+            schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    if column not in schema.names:
+        raise ValueError(
+            f"it has no column {column!r}, but {schema.names}; expected a column of strings{KEY_OF_COLUMN}"
+        )
+    # Arrow uses a different type for texts above 2 GiB, and Polars writes views.
+    kind = str(schema.field(column).type)
+    if kind.removeprefix("large_").removesuffix("_view") != "string":
+        raise ValueError(f"it has a column {column!r} of {kind}; expected strings")
+    for batch in batches:
+        values = batch.column(column)
+        try:
+            values.validate(full=True)  # Decoding other bytes would raise an error during training.
+        except pyarrow.ArrowInvalid:
+            raise ValueError("it has a text that is not UTF-8") from None
+        yield values.cast(TEXT)
 
-    def texts(self, column: str, kind: pyarrow.DataType) -> Iterator[_Texts]:
-        for number in range(self._parts):
-            values = self._read(number, column)
-            where = f"{self._file}, row group {number},"
-            try:
-                values.validate(full=True)  # Decoding other bytes would raise an error during training.
-            except pyarrow.ArrowInvalid:
-                raise ValueError(f"{where} has a text that is not UTF-8") from None
-            yield _Texts(values.cast(kind), 0, f"{where} has a row without text")
 
-
-def _texts(files: list[Path], builder: str, column: str, kind: pyarrow.DataType) -> Iterator[_Texts]:
+def _texts(files: list[Path], builder: str, column: str) -> Iterator[pyarrow.Array]:
+    """Yield the texts of all files, null where a row has none. Raises ValueError with the file that cannot be read."""
     for file in files:
-        with _reading(file, builder):
+        try:
             if builder == "json":
                 yield from _json_texts(file, column)
             elif builder == "text":
                 yield _whole_text(file)
             else:
-                yield from _ColumnarFile(file, builder).texts(column, kind)
+                yield from _columnar_texts(file, builder, column)
+        except (ValueError, *_READ_ERRORS) as error:
+            raise ValueError(f"dataset_path: {str(file)!r} cannot be read as {builder}: {one_line(error)}") from error
 
 
-def _copy(files: list[Path], builder: str, column: str, kind: pyarrow.DataType, target: Path) -> Report:
-    """Write the texts as an arrow stream of one column."""
-    schema, documents, bad, empty, first = pyarrow.schema([("text", kind)]), 0, 0, 0, ""
+def _copy(texts: Iterator[pyarrow.Array], target: Path) -> bool:
+    """Write the texts as an arrow stream of one column. Return whether any is not empty."""
+    schema, longest = pyarrow.schema([("text", TEXT)]), 0
     with pyarrow.ipc.new_stream(str(target), schema) as writer:
-        for texts in _texts(files, builder, column, kind):
-            values, nulls = texts.values, texts.values.null_count
-            lengths = pyarrow.compute.binary_length(values)
-            zeros = pyarrow.compute.sum(pyarrow.compute.equal(lengths, 0)).as_py() or 0
-            documents, bad, empty = documents + len(values) - nulls - zeros, bad + texts.dropped + nulls, empty + zeros
-            first = first or (texts.first if texts.dropped or nulls or zeros else "")
+        for values in texts:
+            longest = max(longest, pyarrow.compute.max(pyarrow.compute.binary_length(values)).as_py() or 0)
             writer.write_table(pyarrow.table({"text": values}, schema=schema))
-    return Report(documents, bad, empty, first)
-
-
-def _columnar(files: list[Path], builder: str, column: str) -> tuple[list[Path], pyarrow.DataType]:
-    """Return the files that have rows, and the type of their texts, or raise ValueError if their columns differ."""
-    with_rows, kind = [], _STRING
-    schemas: dict[str, Path] = {}
-    for file in files:
-        with _reading(file, builder):
-            stored = _ColumnarFile(file, builder)
-        if not stored.rows:
-            continue
-        if column not in stored.schema.names:
-            raise ValueError(
-                f"dataset_path: {str(file)!r} has no column {column!r}, but {stored.schema.names}; expected a column "
-                f"of strings{KEY_OF_COLUMN}"
-            )
-        # Arrow uses a different type for texts above 2 GiB, and Polars writes views.
-        kinds = {field.name: str(field.type).removeprefix("large_").removesuffix("_view") for field in stored.schema}
-        if kinds[column] != "string":
-            raise ValueError(
-                f"dataset_path: {str(file)!r} has a column {column!r} of {kinds[column]}; expected strings"
-            )
-        with_rows.append(file)
-        kind = kind if stored.schema.field(column).type == _STRING else _LARGE
-        schemas.setdefault(", ".join(sorted(f"{name}: {one}" for name, one in kinds.items())), file)
-        if len(schemas) > 1:
-            raise ValueError(
-                f"dataset_path: files with other columns cannot be read as one data set: {_examples(schemas)}; give a "
-                "file, or a folder of files with the same columns"
-            )
-    return with_rows, kind
+    return longest > 0
 
 
 def load_text_files(path: str | os.PathLike[str], split: str | None = None, column: str = "text") -> Dataset:
@@ -416,40 +325,30 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
     readers skip.
 
     Raises:
-        ValueError: The files, their format or their lines are unusable, or the cache cannot be written to.
+        ValueError: The files, their format or a line are unusable, or the cache cannot be written to.
     """
     files = find_text_files(path, split)
     builder = _BUILDERS[cast(str, _ending(files[0]))]
     if builder == "text" and column != "text":
         raise ValueError(f"training.text_column: {column!r}, but {str(path)!r} has .txt files, which have no columns")
-    kind = _LARGE if builder == "json" else _STRING
-    if builder in ("parquet", "arrow"):
-        files, kind = _columnar(files, builder, column)
-    if not files:
-        raise ValueError(f"dataset_path: {str(path)!r} has zero documents")
     stats = [(str(file.resolve()), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([4, builder, stats, column]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([5, builder, stats, column]).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
-    folder = cache / key
+    copy = cache / f"{key}.arrow"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(folder) + ".lock"):
-            if not (folder / "report.json").exists():
-                work = Path(tempfile.mkdtemp(dir=cache))
+        with FileLock(f"{copy}.lock"):
+            if not copy.exists():
+                part = copy.with_suffix(".part")
                 try:
-                    report = _copy(files, builder, column, kind, work / "text.arrow")
-                    report.check(str(path), builder)
-                    (work / "report.json").write_text(json.dumps(asdict(report)))
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.rename(work, folder)
+                    if not _copy(_texts(files, builder, column), part):
+                        raise ValueError(f"dataset_path: {str(path)!r} has zero documents with text")
+                    part.rename(copy)
                 finally:
-                    shutil.rmtree(work, ignore_errors=True)
+                    part.unlink(missing_ok=True)
     except OSError as error:  # Errors of reading the files are ValueErrors.
         raise ValueError(
             f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
             "or set HF_DATASETS_CACHE to another folder"
         ) from error
-    report = Report(**json.loads((folder / "report.json").read_text()))
-    if report.bad or report.empty:
-        logger.warning(f"{report.line(str(path))}; the first: {report.first}")
-    return Dataset.from_file(str(folder / "text.arrow"))
+    return Dataset.from_file(str(copy))
