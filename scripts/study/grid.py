@@ -54,7 +54,7 @@ def as_arguments(key: str, value: Any) -> list[str]:
         section, _, name = key.rpartition(".")
         return [f"--{key}" if value else f"--{section}.no-{name.replace('_', '-')}"]
     if isinstance(value, list) and not isinstance(value[0], str):
-        return [f"--{key}", *map(str, value)]
+        return [f"--{key}={json.dumps(value)}"]
     return [f"--{key}={','.join(value) if isinstance(value, list) else value}"]
 
 

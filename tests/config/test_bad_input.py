@@ -165,7 +165,7 @@ def test_invalid_toml_raises_an_error_with_key_and_value(toml: str, message: str
             r"\[observe\] window \[10000, 100\] is after the run's 200 steps; set windows and",
         ),
         (2, ["--observe.enable", "--observe.windows=[[1,100]]"], "histogram at 1000 is after the run's 200 steps"),
-        (2, ["--observe.windows=[[1,"], r"command line: .*observe.windows"),
+        (2, ["--observe.windows=[[1,"], r"command line: \[observe\] windows = '\[\[1,'; it must be a list of lists"),
         (2, ["--observe.windows=[[1,true]]"], "it must be a list of lists of integers"),
     ],
 )

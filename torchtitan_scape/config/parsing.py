@@ -1,115 +1,108 @@
 """Parser of recipes and the command line. Errors are one line with the key and the fix.
 
 TorchTitan does not check the types of TOML values, so that a string instead of a number fails much later, or never. Its
-command line parser prints a box of several lines and raises SystemExit. Here both raise ValueError.
+command line parser prints a box of several lines and raises SystemExit. Here both raise ValueError, with the same text.
 """
 
-import contextlib
 import difflib
 import functools
-import io
-import json
 import os
 import sys
-from dataclasses import fields, is_dataclass, make_dataclass, replace
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unicodedata import category
-
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.reference import help_text
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.core.files import packaged, parse_json
-from torchtitan_scape.core.patching import environment
+from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.files import packaged
 from torchtitan_scape.core.renamed_keys import REMOVED_KEYS, present_key, renamed
-from torchtitan_scape.core.type_checks import check_section, check_value
-from torchtitan_scape.titan.config import ConfigManager, custom_registry
+from torchtitan_scape.core.type_checks import check_value, value_of_text
+from torchtitan_scape.titan.config import ConfigManager
 
-_NO_HELP = tyro.conf.arg(help="")  # the parser would search the sources of the fields for comments
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")
 
 
-class _ArgumentError(Exception):
-    """An unknown key on the command line, or a value that its section refuses."""
+def parse(arguments: list[str]) -> JobConfig:
+    """Return the config of the recipe and the command line, which takes precedence, or raise ValueError."""
+    return resolve(arguments).config
 
 
-class _Composed(ConfigManager):
-    """TorchTitan's config manager, with a table instead of a file."""
-
-    def __init__(self, table: Table) -> None:
-        super().__init__(JobConfig)
-        self._table = table
-
-    def _maybe_load_toml(self, args: list[str]) -> Table:
-        return self._table
-
-    def parse_args(self, args: list[str]) -> Any:  # type: ignore[override]
-        """Return the config. Only the keys on the command line get a parser, because a parser of all is slow to build.
-
-        The keys of a user's config module may have any type, and get TorchTitan's parser. Raises _ArgumentError for an
-        unknown key, or a value that its section refuses.
-        """
-        if self._maybe_add_custom_config(args, self._table) is not JobConfig:
-            return super().parse_args(args)
-        whole = self._dict_to_dataclass(JobConfig, self._table)
-        default = _named_fields(whole, _named_keys(args))
-        named = tyro.cli(type(default), args=args, default=default, registry=custom_registry)
-        try:
-            self.config = _merged(whole, named)
-        except ValueError as error:
-            raise _ArgumentError(str(error)) from None
-        self._validate_config()
-        return self.config
-
-    @staticmethod
-    @functools.cache  # TorchTitan has one registry, and every parser would add the same rules to it again
-    def register_tyro_rules(registry: ConstructorRegistry) -> None:
-        """Register TorchTitan's rules, and one for lists of lists of integers."""
-        ConfigManager.register_tyro_rules(registry)
-
-        @registry.primitive_rule
-        def lists_of_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-            if info.type != list[list[int]]:
-                return None
-            return PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="[[A,B],...]",
-                instance_from_str=lambda given: parse_json(given[0]),
-                is_instance=lambda value: isinstance(value, list),
-                str_from_instance=lambda value: [json.dumps(value)],
-            )
-
-
-def _key_of(argument: str) -> tuple[str, str]:
-    """Return the key of an argument, and the same without a negation: (`a.no_b`, `a.b`) for --a.no-b."""
-    key = argument.removeprefix("--").partition("=")[0].replace("-", "_")
-    return key, key.replace(".no_", ".")
-
-
-def _named_keys(arguments: list[str]) -> set[str]:
-    """Return the keys of the arguments: `a.b` for --a.b=1, and for --a.no-b if it is a switch."""
-    types, named = _key_types(JobConfig), set()
+def resolve(arguments: list[str]) -> Resolved:
+    """Return the config of `parse` together with the origin of each value. With --help, print and raise SystemExit."""
+    _print_help(arguments)
     for argument in arguments:
-        key, positive = _key_of(argument)
-        key = positive if types.get(positive) is bool else key
-        if argument.startswith("--") and key:
-            if key not in types:
-                raise _ArgumentError(f"{argument}: {_advice(key)}")
-            named.add(key)
-    return named
+        if any(category(character) in ("Cc", "Cs") for character in argument):
+            raise ValueError(f"command line: {argument!r} has a control character in it")
+    recipe = _recipe(arguments)
+    model = recipe.table.get("model", {})
+    if "hf_assets_path" in model:
+        model["hf_assets_path"] = packaged(model["hf_assets_path"])
+    manager = ConfigManager(JobConfig)
+    try:
+        config_class = manager._maybe_add_custom_config(arguments, recipe.table)
+    except Exception as error:  # the user's module raises what it likes
+        raise ValueError(f"job.custom_config_module cannot be imported: {one_line(error)}") from error
+    table = deepcopy(recipe.table)
+    for key, value in _command_line(arguments, _key_types(config_class)).items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda inner, section: inner.setdefault(section, {}), sections, table)[name] = value
+    try:
+        config: JobConfig = manager._dict_to_dataclass(config_class, table)
+        manager.config = config
+        manager._validate_config()
+    except Exception as error:  # of sections that refuse a value, or TorchTitan's
+        raise ValueError(f"the config cannot be used: {one_line(error)}") from error
+    return Resolved.of(config, recipe)
 
 
-def _advice(key: str) -> str:
+def _command_line(arguments: list[str], types: dict[str, Any]) -> Table:
+    """Return the values of the command line by key, of the given types. Raises ValueError for other keys or values."""
+    values: Table = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        given, equals, text = argument.removeprefix("--").partition("=")
+        key = given.replace("-", "_")
+        positive = key.replace(".no_", ".")  # of a switch
+        where = f"command line: {argument}"
+        if not argument.startswith("--") or not key:
+            raise ValueError(f"command line: {argument!r} is no argument such as --training.steps=100")
+        if positive in REMOVED_KEYS:
+            raise ValueError(f"{where}: {REMOVED_KEYS[positive]}")
+        if (present := present_key(positive)) != positive:
+            (section, _, name), negation = present.rpartition("."), "" if key == positive else "no-"
+            advice = f"set --{section}.{negation}{name}{equals}{text}"
+            raise ValueError(f"{where}: {positive} is now {present}: {advice}")
+        if types.get(positive) is bool:
+            section, _, name = positive.rpartition(".")
+            if equals:
+                raise ValueError(f"{where}: {positive} takes no value; write --{positive}, or --{section}.no-{name}")
+            values[positive] = key == positive
+            continue
+        if key not in types:
+            raise ValueError(f"{where}: {_advice(key, types)}")
+        if not equals and (text := next(remaining, "--")).startswith("--"):
+            raise ValueError(f"{where}: {key} needs a value; write --{key}=VALUE")
+        values[key] = value_of_text(text, types[key])
+        section, _, name = key.rpartition(".")
+        try:
+            check_value(section, name, values[key], types[key])
+        except ValueError as error:
+            raise ValueError(f"command line: {error}") from None
+    return values
+
+
+def _advice(key: str, types: dict[str, Any]) -> str:
     """Return what is wrong with an unknown key, and what to do."""
-    keys, section = _key_types(JobConfig), key.rpartition(".")[0]
-    if any(each.startswith(f"{key}.") for each in keys):
+    section = key.rpartition(".")[0]
+    if any(each.startswith(f"{key}.") for each in types):
         return f"{key} is a section; --help {key} lists its keys"
-    inside = [each for each in keys if section and each.startswith(f"{section}.")]
-    near = difflib.get_close_matches(key, inside or keys, n=1, cutoff=0.8)
+    inside = [each for each in types if section and each.startswith(f"{section}.")]
+    near = difflib.get_close_matches(key, inside or types, n=1, cutoff=0.8)
     help_for = f"--help {section} lists the keys of its section" if inside else "--help lists the sections"
     return f"the key {key} is unknown; {f'did you mean --{near[0]}?' if near else help_for}"
 
@@ -124,74 +117,6 @@ def _key_types(section: type) -> dict[str, Any]:
         inner = {f".{key}": each for key, each in _key_types(kind).items()} if nested else {"": kind}
         key_types |= {field.name + key: each for key, each in inner.items()}
     return key_types
-
-
-def _named_fields(section: Any, keys: set[str]) -> Any:
-    """Return a dataclass with the fields of a section that the keys name, and their values."""
-    chosen: list[tuple[str, Any, Any]] = []
-    for field in fields(section):
-        value = getattr(section, field.name)
-        inner = {key.partition(".")[2] for key in keys if key.startswith(f"{field.name}.")}
-        if inner:
-            value = _named_fields(value, inner)
-            chosen.append((field.name, Annotated[type(value), _NO_HELP], value))
-        elif field.name in keys:
-            chosen.append((field.name, Annotated[field.type, _NO_HELP], value))
-    return make_dataclass(type(section).__name__, [each[:2] for each in chosen])(*(value for *_, value in chosen))
-
-
-def _merged(section: Any, named: Any) -> Any:
-    """Return a section with the values of its named fields."""
-    values = {field.name: getattr(named, field.name) for field in fields(named)}
-    nested = {name: _merged(getattr(section, name), value) for name, value in values.items() if is_dataclass(value)}
-    return replace(section, **values | nested)
-
-
-def parse(arguments: list[str]) -> JobConfig:
-    """Return the config of the recipe and the command line, which takes precedence, or raise ValueError."""
-    return resolve(arguments).config
-
-
-def resolve(arguments: list[str]) -> Resolved:
-    """Return the config of `parse` together with the origin of each value. With --help, print and raise SystemExit."""
-    _print_help(arguments)
-    types = _key_types(JobConfig)
-    for argument in arguments:
-        if any(category(character) in ("Cc", "Cs") for character in argument):
-            raise ValueError(f"command line: {argument!r} has a control character in it")
-        key, positive = _key_of(argument)
-        if positive in REMOVED_KEYS:
-            raise ValueError(f"command line: {argument}: {REMOVED_KEYS[positive]}")
-        if (present := present_key(positive)) != positive:
-            (section, _, name), given = present.rpartition("."), "".join(argument.partition("=")[1:])
-            advice = f"set --{section}.{'' if key == positive else 'no-'}{name}{given}"
-            raise ValueError(f"command line: {argument}: {positive} is now {present}: {advice}")
-        if "=" in argument and types.get(key) is bool:
-            section, _, name = key.rpartition(".")
-            raise ValueError(f"command line: {argument}: {key} takes no value; write --{key}, or --{section}.no-{name}")
-    recipe = _recipe(arguments)
-    model = recipe.table.get("model", {})
-    if "hf_assets_path" in model:
-        model["hf_assets_path"] = packaged(model["hf_assets_path"])
-    stderr = io.StringIO()
-    try:
-        # The parser prints its message in a box of this width; a narrow box would break the line.
-        with contextlib.redirect_stderr(stderr), environment(COLUMNS="100000"):
-            config = _Composed(recipe.table).parse_args(arguments)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        blank = ", ".join(repr(argument) for argument in arguments if not argument.strip())
-        raise ValueError(f"command line: {_message_in_box(stderr.getvalue())} {blank}".rstrip()) from None
-    except _ArgumentError as error:
-        raise ValueError(f"command line: {' '.join(str(error).split())}") from None
-    except Exception as error:  # TorchTitan and the user's module raise what they like
-        raise ValueError(f"the config cannot be used: {' '.join(str(error).split())}") from error
-    sys.stderr.write(stderr.getvalue())  # warnings
-    if not isinstance(config, JobConfig):
-        raise ValueError("job.custom_config_module: its JobConfig is not one of TorchTitan's")
-    check_section(config, "")
-    return Resolved.of(config, recipe)
 
 
 def _print_help(arguments: list[str]) -> None:
@@ -226,19 +151,6 @@ def _recipe(arguments: list[str]) -> Recipe:
         recipe.table.setdefault("job", {})["dump_folder"] = f"./outputs/{named}"
         recipe.origins["job.dump_folder"] = "the names of the files"
     return recipe
-
-
-def _message_in_box(text: str) -> str:
-    """Return the message of the command line parser, without its frame and the help text after it."""
-    lines = [line.strip("╭╮╰╯│ \n") for line in text.splitlines()]
-    # The title is part of the frame, or above a line of dashes if the terminal does not support box characters.
-    plain = len(lines) > 1 and not lines[1].strip("-")
-    message = []
-    for line in lines[2:] if plain else lines[1:] if text.startswith("╭") else lines:
-        if not line.strip("─-"):
-            break
-        message.append(line)
-    return " ".join(" ".join(message).split()) or "it cannot be read"
 
 
 def check_table(section: Any, table: dict[str, Any], name: str) -> None:

@@ -1,5 +1,6 @@
 """Checks of configuration values against the types of their dataclasses, which neither TOML nor TorchTitan enforces."""
 
+import json
 import math
 import types
 from dataclasses import fields, is_dataclass
@@ -28,6 +29,27 @@ def check_value(section: str, key: str, value: Any, expected: Any) -> None:
         raise ValueError(f"[{section}] {key} = {short(value)}; it must be {type_text(expected)}")
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"[{section}] {key} = {short(value)}; it contains a NUL character")
+
+
+def value_of_text(text: str, expected: Any) -> Any:
+    """Return the value of a text on the command line: the first alternative of the type that it fits, or the text."""
+    is_union = get_origin(expected) in (Union, types.UnionType)
+    alternatives = get_args(expected) if is_union else (expected,)
+    if types.NoneType in alternatives and text == "None":
+        return None
+    for one in alternatives:
+        try:
+            if one in (int, float):
+                return one(text)
+            if one == list[str]:
+                return text.split(",")
+            if get_origin(one) is list:
+                return json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if _fits(text, one):
+            break
+    return text
 
 
 def short(value: Any) -> str:

@@ -2,4 +2,3 @@
 
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig, Optimizer
 from torchtitan.config.job_config import ActivationCheckpoint, Checkpoint, Model, Training, Validation
-from torchtitan.config.manager import custom_registry
