@@ -13,7 +13,7 @@ from typing import Any
 from unicodedata import category
 
 from torchtitan_scape.core.files import packaged
-from torchtitan_scape.core.renamed_keys import REMOVED_KEYS, present_key, with_present_keys
+from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.core.type_checks import short
 
 MAX_BYTES = 1 << 20  # of a file
@@ -22,7 +22,7 @@ MAX_DEPTH = 4  # of a chain of files that extend each other
 # files by these, so that the text cannot change.
 RESOLVED = "# What the run was started with."
 FILES = "# Files, of which a later one wins: "
-COMMAND_LINE, EARLIER = "command line", "an earlier command line"
+COMMAND_LINE = "command line"
 Table = dict[str, Any]
 
 
@@ -31,14 +31,12 @@ class Recipe:
     """The merged content of one or several files, in this order; the last file with a key determines its value.
 
     Attributes:
-        origins: by `section.key`, the file of the value. For a value from a resolved.toml, the file named there.
-        without_origin: keys of a resolved.toml without a file, which were defaults.
+        origins: by `section.key`, the file of the value.
     """
 
     table: Table = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    without_origin: set[str] = field(default_factory=set)
 
 
 def load(given: str, check: Callable[[Table], None] = lambda table: None) -> Recipe:
@@ -89,40 +87,16 @@ def _add(recipe: Recipe, chain: tuple[str, ...], check: Callable[[Table], None])
         beside = os.path.join(os.path.dirname(path), other)
         _add(recipe, (*chain, beside if os.path.exists(beside) else packaged(other)), check)
     _merge(recipe.table, table)
-    here = dict.fromkeys(flatten(table), name)
-    before, recorded = _recorded_origins(text) if text.startswith(RESOLVED) else ([], here)
+    before = _recorded_files(text) if text.startswith(RESOLVED) else []
     recipe.files += [file for file in before if file not in recipe.files]
     recipe.files += [] if name in before else [name]
-    recipe.origins |= here | recorded
-    recipe.without_origin = (recipe.without_origin | here.keys()) - recorded.keys()
+    recipe.origins |= dict.fromkeys(flatten(table), name)
 
 
-def _recorded_origins(text: str) -> tuple[list[str], dict[str, str]]:
-    """Return the files of the recipe that a resolved.toml records, and the file of each key."""
-    files, origins, section = list[str](), dict[str, str](), ""
-    for line in text.split("\n"):  # not splitlines(), which also splits at other characters inside a value
-        if line.startswith(FILES):
-            files = [file for file in line.removeprefix(FILES).split(", ") if file != "none"]
-        elif line.startswith("["):
-            section = line.strip("[]")
-        elif origin := _comment(line):
-            key = present_key(f"{section}.{line.partition(' = ')[0]}")
-            if key in REMOVED_KEYS:
-                continue
-            origins[key] = EARLIER if origin == COMMAND_LINE else origin
-    return files, origins
-
-
-def _comment(line: str) -> str:
-    """Return the comment after a value. The value may contain the comment sign itself."""
-    parts = line.split("  # ")
-    for end in range(1, len(parts)):
-        try:
-            tomllib.loads("  # ".join(parts[:end]))
-        except tomllib.TOMLDecodeError:
-            continue
-        return "  # ".join(parts[end:])
-    return ""
+def _recorded_files(text: str) -> list[str]:
+    """Return the files of the recipe that a resolved.toml records."""
+    recorded = next((line for line in text.split("\n") if line.startswith(FILES)), FILES)
+    return [file for file in recorded.removeprefix(FILES).split(", ") if file not in ("", "none")]
 
 
 def _read(chain: tuple[str, ...]) -> tuple[str, Table]:

@@ -53,11 +53,9 @@ class Resolved:
         del defaults["job.config_file"]  # names the recipe, and is not part of it
         expected = defaults | flatten(recipe.table)
         values = {key: copy(attrgetter(key)(config)) for key in defaults}
-        # A default of a resolved.toml is still a default, unless the default has changed since.
-        still = {key for key in recipe.without_origin if key in values and values[key] == defaults[key]}
-        origins = {key: "" if key in still else recipe.origins.get(key, "") for key in values}
+        origins = {key: origin for key, origin in recipe.origins.items() if key in values}
         origins |= {key: COMMAND_LINE for key, value in values.items() if value != expected[key]}
-        return cls(config, tuple(recipe.files), values, {key: origin for key, origin in origins.items() if origin})
+        return cls(config, tuple(recipe.files), values, origins)
 
     def line(self) -> str:
         """Return the log line with the recipe's files and the keys that the command line sets."""
@@ -83,7 +81,7 @@ class Resolved:
         return "\n".join(lines) + "\n"
 
     def write(self, folder: str) -> None:
-        """Write resolved.toml, or raise ValueError. A file with the same values is kept: it may have more origins."""
+        """Write resolved.toml, or raise ValueError. A file with the same values is kept, with its origins."""
         path, text = Path(folder) / FILE, self.text()
         try:
             if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):

@@ -280,8 +280,8 @@ def _columnar_texts(file: Path, builder: str, column: str) -> Iterator[pyarrow.A
             f"it has no column {column!r}, but {schema.names}; expected a column of strings{KEY_OF_COLUMN}"
         )
     # Arrow uses a different type for texts above 2 GiB, and Polars writes views.
-    kind = str(schema.field(column).type)
-    if kind.removeprefix("large_").removesuffix("_view") != "string":
+    kind = str(schema.field(column).type)  # "null" if there are no rows
+    if kind.removeprefix("large_").removesuffix("_view") not in ("string", "null"):
         raise ValueError(f"it has a column {column!r} of {kind}; expected strings")
     for batch in batches:
         values = batch.column(column)
