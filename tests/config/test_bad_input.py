@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import server
-from torchtitan_scape.config.checks import check_config, check_folders, import_custom, remarks
+from torchtitan_scape.config.checks import check_config, import_custom, remarks
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.registry import stage_modules
@@ -378,38 +378,3 @@ def test_attention_without_a_cpu_backward_pass_is_refused(flavor: str) -> None:
     register(config, with_data=False)  # a dry run builds it
     with pytest.raises(ValueError, match=f"flavor = '{flavor}' on a CPU: its .* attention cannot be trained there"):
         register(config, device_type="cpu")
-
-
-@pytest.mark.parametrize(
-    "arguments, key",
-    [
-        (["--job.dump_folder={file}"], "job.dump_folder"),
-        (["--job.dump_folder={file}/a/b"], "job.dump_folder"),
-        (["--metrics.enable_tensorboard", "--metrics.save_tb_folder={file}/tb"], "metrics.save_tb_folder"),
-        (["--comm.save_traces_folder={file}"], "comm.save_traces_folder"),
-        (["--profiling.enable_profiling", "--profiling.save_traces_folder={file}"], "profiling.save_traces_folder"),
-        (["--checkpoint.enable", "--checkpoint.folder={file}"], "checkpoint.folder"),
-    ],
-)
-def test_folders_that_cannot_be_written_are_refused(arguments: list[str], key: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    given = [argument.format(file=tmp_path / "file") for argument in arguments]
-    config = parse([RECIPE, f"--job.dump_folder={tmp_path}/out", *given])
-    with pytest.raises(ValueError, match=f"{key}: nothing can be written to .*/file is not a folder; set --{key} to"):
-        check_folders(config)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is created"
-
-
-def test_folders_that_are_not_used_are_not_checked(tmp_path: Path) -> None:
-    unused = ["--metrics.save_tb_folder=/dev/null/tb", "--checkpoint.folder=/dev/null", "--comm.trace_buf_size=0"]
-    folders = [f"--job.dump_folder={tmp_path}/new/out", "--comm.save_traces_folder=/dev/null"]
-    check_folders(parse([RECIPE, *unused, *folders, "--metrics.no-enable-tensorboard"]))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_read_only_checkout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default dump folder is in the repository. Root may write anywhere, so access is simulated."""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    config = parse([RECIPE, f"--job.dump_folder={tmp_path}/outputs/embedded"])
-    with pytest.raises(ValueError, match=f"{tmp_path} is not writable for this user; set --job.dump_folder"):
-        check_folders(config)

@@ -1,16 +1,13 @@
 """Checks of a configuration before the run is set up. They raise ValueError with the key, its value and the fix."""
 
-import os
 from collections.abc import Callable, Collection
 from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
-from pathlib import Path
 
 import torch
 
 from torchtitan_scape.config.job_config import JobConfig, options_of
-from torchtitan_scape.core.command import install_command, one_line
+from torchtitan_scape.core.command import one_line
 from torchtitan_scape.methods.registry import METHODS
 
 _INT32 = 2**31 - 1
@@ -65,7 +62,7 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 SCHEDULES = ("1F1B", "GPipe")  # with one stage per rank
-FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
+FLOAT8 = "quantize.linear.float8"
 
 
 def check_config(config: JobConfig, device_type: str) -> None:
@@ -334,22 +331,13 @@ def check_library_keys(config: JobConfig, device_type: str, converters: Callable
 
     `converters` returns the names of TorchTitan's model converters.
     """
-    compiled, mode = config.compile, config.activation_checkpoint.mode
-    if mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
-        raise ValueError(
-            "activation_checkpoint.mode = 'memory_budget' needs a compiled model; set --compile.enable, or another mode"
-        )
+    compiled = config.compile
     if compiled.enable:
         _check_known("compile.components", compiled.components, ("model", "loss"))
         _check_known("compile.backend", [compiled.backend], torch._dynamo.list_backends(exclude_tags=()))
     if config.model.converters:
         _check_known("model.converters", config.model.converters, converters())
         _check_quantization(config)
-    module = config.experimental.custom_import
-    if module and not _is_importable(module):
-        raise ValueError(
-            f"experimental.custom_import = {module!r}: Python finds no such module on its path (PYTHONPATH)"
-        )
     if device_type == "cpu":
         gpu_only = {
             "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
@@ -369,31 +357,16 @@ def check_library_keys(config: JobConfig, device_type: str, converters: Callable
 
 
 def _check_quantization(config: JobConfig) -> None:
-    """Refuse converters to FP8 and MX formats that fail later, or that change nothing."""
+    """Refuse converters to FP8 and MX formats that change nothing, or that fail later than in TorchTitan's checks."""
     names = [name for name in config.model.converters if name.startswith("quantize.")]
-    float8, compiled = config.quantize.linear.float8, config.compile.enable and "model" in config.compile.components
-    emulates = float8.emulate and names == [FLOAT8]
-    fp8, mx = _has_capability((8, 9), (9, 4)), _has_capability((10, 0), (9, 5))
-    gathers = float8.enable_fsdp_float8_all_gather
+    gathers = config.quantize.linear.float8.enable_fsdp_float8_all_gather
     for name in names:
-        grouped, needed = ".grouped_mm." in name, "10.0 (MI350)" if name == MX else "8.9 (MI300)"
         for wrong, text in (
-            (grouped, "is for MoE layers, which Llama and GPT-2 do not have; remove it"),
+            (".grouped_mm." in name, "is for MoE layers, which Llama and GPT-2 do not have; remove it"),
             (len(names) > 1, f"and {len(names) - 1} more quantization: select one of quantize.linear.*"),
-            (find_spec("torchao") is None, f"needs torchao: {install_command('float8')}, or remove it"),
             (
-                name == FLOAT8 and emulates and not fp8 and compiled,
-                "with quantize.linear.float8.emulate and a compiled model; set --compile.no-enable",
-            ),
-            (
-                not (mx if name == MX else fp8 or emulates),
-                f"needs a GPU of compute capability {needed} or later; remove it"
-                + (", or set --quantize.linear.float8.emulate for a slow test" if name == FLOAT8 else ""),
-            ),
-            (
-                name == FLOAT8 and gathers and float8.recipe_name is not None,
-                f"with enable_fsdp_float8_all_gather = true and recipe_name = {float8.recipe_name!r}: only tensorwise "
-                "scaling supports it; set enable_fsdp_float8_all_gather = false",
+                name == FLOAT8 and _is_old_amd_gpu(),
+                "needs an MI300 or later; remove it, or set --quantize.linear.float8.emulate for a slow test",
             ),
             (
                 name == FLOAT8 and gathers and (config.sharding.active or config.sharding.levels.active),
@@ -405,51 +378,12 @@ def _check_quantization(config: JobConfig) -> None:
                 raise ValueError(f"model.converters has {name!r}, {text}")
 
 
-def _has_capability(cuda: tuple[int, int], rocm: tuple[int, int]) -> bool:
-    """Return whether this GPU has at least this compute capability. Those of AMD have other numbers."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (rocm if torch.version.hip else cuda)
+def _is_old_amd_gpu() -> bool:
+    """Return whether this is an AMD GPU without FP8. TorchTitan compares its number with those of NVIDIA's."""
+    return torch.version.hip is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 4)
 
 
 def _check_known(key: str, values: Collection[str], known: Collection[str]) -> None:
     for value in values:
         if value not in known:
             raise ValueError(f"{key} has {value!r}; known are {', '.join(sorted(known))}")
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):  # A parent package is missing, or the name is no name of a module.
-        return False
-
-
-def check_folders(config: JobConfig) -> None:
-    """Check that the run may write to its folders, or to the nearest existing ones above them. Nothing is created."""
-    metrics, profiling, checkpoint = config.metrics, config.profiling, config.checkpoint
-    folders = {
-        "metrics.save_tb_folder": (metrics.save_tb_folder, metrics.enable_tensorboard or metrics.enable_wandb),
-        "comm.save_traces_folder": (config.comm.save_traces_folder, config.comm.trace_buf_size > 0),
-        "profiling.save_traces_folder": (profiling.save_traces_folder, profiling.enable_profiling),
-        "profiling.save_memory_snapshot_folder": (
-            profiling.save_memory_snapshot_folder,
-            profiling.enable_memory_snapshot,
-        ),
-        "checkpoint.folder": (checkpoint.folder, checkpoint.enable and not checkpoint.load_only),
-    }
-    _check("job.dump_folder", Path(config.job.dump_folder))
-    for key, (name, used) in folders.items():
-        if used:
-            _check(key, Path(config.job.dump_folder, name))
-
-
-def _check(key: str, folder: Path) -> None:
-    existing = Path(os.path.abspath(folder))
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    if not existing.is_dir():
-        reason = f"{existing} is not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        reason = f"{existing} is not writable for this user"
-    else:
-        return
-    raise ValueError(f"{key}: nothing can be written to {folder}: {reason}; set --{key} to another folder")

@@ -86,25 +86,12 @@ def register(job_config: JobConfig, with_data: bool = True, device_type: str = "
             f"[model] flavor = {flavor!r} on a CPU: its {attention} attention cannot be trained there; select another "
             "flavor, or run on GPUs"
         )
-    context, balancer = (
-        getattr(job_config.parallelism, f"context_parallel_{key}") for key in ("degree", "load_balancer")
-    )
-    if context > 1 and attention == "varlen":
-        raise ValueError(
-            f"[model] flavor = {flavor!r} with parallelism.context_parallel_degree = {context}: its varlen attention "
-            "has no context parallelism; set the degree to 1, or select another flavor"
-        )
+    context = job_config.parallelism.context_parallel_degree
     if context > 1 and attention == "flex" and not FLEX_ON_PARTS:
         raise ValueError(
             f"[model] flavor = {flavor!r} with parallelism.context_parallel_degree = {context}: context parallelism of "
             f"torch {torch.__version__} does not support TorchTitan's flex attention; install torch 2.11 or later, or "
             "select a flavor with sdpa attention"
-        )
-    known = ("headtail", "ptrr", None) if attention == "flex" else ("headtail", None)
-    if context > 1 and balancer not in known:
-        raise ValueError(
-            f"parallelism.context_parallel_load_balancer = {balancer!r} with {attention} attention; it must be "
-            f"{' or '.join(map(repr, known))}"
         )
 
 

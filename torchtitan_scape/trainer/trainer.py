@@ -19,7 +19,7 @@ from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.node_folders import check_private
 from torchtitan_scape.checkpoint.storage import check_shared
-from torchtitan_scape.config.checks import check_folders, remarks
+from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.plausibility import DamagedParametersError
@@ -79,8 +79,6 @@ class ScapeTrainer(Trainer):
             readers = self.layout.shard * self.simulated
             job_config.training.global_batch_size = job_config.training.local_batch_size * readers
         trains = not is_dry_run(job_config)
-        if trains:
-            check_folders(job_config)
         register(job_config, with_data=trains, device_type=DEVICE_TYPE if trains else "")
         self._resolve_options(job_config)
         self._check_memory(job_config)
