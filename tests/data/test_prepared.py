@@ -230,7 +230,6 @@ def config_of(path: Path, **validation: Any) -> JobConfig:
 def test_prepared_data_are_read_and_resumed(tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(prepared(tmp_path / "data", tokenizer))
     config.training.global_batch_size, config.debug.seed = 12, 7
-    config.training.dataloader.pin_memory = True  # Effective only with an accelerator.
     loader = build_dataloader(2, 1, tokenizer, config)
     assert isinstance(loader, PreparedDataLoader)
     assert (loader.samples, loader.each, loader.seed, loader.data.bytes_per_token) == (34, 2, 7, 3.0)
@@ -318,7 +317,6 @@ def _tokenizer(folder: Path) -> None:
             lambda f, c: setattr(c.training, "dataset_path", str(f / "no")),
             "neither a folder of prepared data nor a pair",
         ),
-        (lambda f, c: setattr(c.training.dataloader, "num_workers", 1), "num_workers = 1: prepared data are memory-m"),
         (lambda f, c: setattr(c.training, "local_batch_size", 40), "34 samples of 8 tokens .* global batch of 40"),
     ],
 )

@@ -22,8 +22,6 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "training.global_batch_size": (-1, _INT32),
         "training.steps": (0, _INT32),
         "training.gc_freq": (1, _INT32),
-        "training.dataloader.num_workers": (0, _INT32),
-        "training.dataloader.prefetch_factor": (1, _INT32),
         "metrics.log_freq": (1, _INT32),
         "optimizer.lr": (0, 1e6),
         "optimizer.beta1": (0, _BELOW_1),
@@ -45,8 +43,6 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
         "validation.seq_len": (1, _INT32),
         "validation.freq": (1, _INT32),
         "validation.steps": (-1, _INT32),
-        "validation.dataloader.num_workers": (0, _INT32),
-        "validation.dataloader.prefetch_factor": (1, _INT32),
     },
     "checkpoint.enable": {
         "checkpoint.interval": (1, _INT32),
@@ -147,6 +143,8 @@ def _check_features(config: JobConfig, device_type: str) -> None:
         "optimizer.early_step_in_backward": config.optimizer.early_step_in_backward,
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "fault_tolerance.enable": config.fault_tolerance.enable,
+        "training.dataloader.num_workers": config.training.dataloader.num_workers != 0,
+        "validation.dataloader.num_workers": config.validation.dataloader.num_workers != 0,
     }
     for key, on in refused.items():
         if on:

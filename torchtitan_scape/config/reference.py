@@ -55,7 +55,7 @@ _TITAN = {
     "optimizer": "Optimizer and its hyperparameters",
     "lr_scheduler": "Warm-up and decay of the learning rate",
     "training": "Data, batch sizes, sequence length, steps, dtypes",
-    "training.dataloader": "PyTorch DataLoader of the training data",
+    "training.dataloader": "Not used here: a step's batches are read during the previous one, into pinned memory",
     "parallelism": "Degrees of the parallelism axes",
     "activation_checkpoint": "Activation checkpointing",
     "compile": "torch.compile",
@@ -69,7 +69,7 @@ _TITAN = {
     "fault_tolerance": "TorchFT, not supported here",
     "experimental": "Import of external modules",
     "validation": "Validation data and interval",
-    "validation.dataloader": "PyTorch DataLoader of the validation data",
+    "validation.dataloader": "Not used here",
     "debug": "Seed and deterministic algorithms",
 }
 # and these keys no descriptions.

@@ -147,11 +147,6 @@ def check_dataset(section: str, config: Training | Validation, text_column: str,
     name, path = config.dataset.lower(), config.dataset_path
     if name not in DATASETS:
         raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
-    if config.dataloader.num_workers > 1:
-        raise ValueError(
-            f"{section}.dataloader.num_workers: {config.dataloader.num_workers} workers would each read all "
-            f"documents of {name!r}, so that batches repeat; set it to 0 or 1"
-        )
     # Documents of TorchTitan's own datasets and of streams cannot be counted in advance.
     if name not in _OURS or not isinstance(
         data := _OURS[name].loader(TextPath(path or _OURS[name].path, text_column)), Dataset

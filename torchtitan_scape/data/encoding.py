@@ -199,10 +199,6 @@ class BoundaryTokenizer:
         self._before, self._after = border_ids(tokenizer, border)
         self._split = PieceSplitter(tokenizer)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.tokenizer.encode_special_tokens = True  # Pickling a tokenizer loses it.
-
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
         for first, piece, last in self._split(text, begin):

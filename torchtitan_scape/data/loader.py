@@ -1,4 +1,4 @@
-"""TorchTitan's text dataset and data loader, with a position in plain JSON that supports any number of readers.
+"""Sequences of text that is encoded during training, with a position in plain JSON for any number of readers.
 
 A position is the unread rest of each epoch, as JSON: `left[0]` for the current epoch, `left[1]` for the next one, and
 so on; later epochs have ordinary shares. The rest consists of units:
@@ -20,20 +20,19 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
-from typing import Any, cast
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.local import TextPath
 from torchtitan_scape.titan.config import Training, Validation
-from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTextDataset, ParallelAwareDataloader
+from torchtitan_scape.titan.data import DATASETS, BaseDataLoader, BaseTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,8 @@ Units = list[Unit]
 
 
 class Documents:
-    """The documents of one reader, epoch by epoch. Empty documents are skipped and counted.
-
-    It replaces the split data of TorchTitan's text dataset, and iterates over the rest of an epoch.
+    """The documents of one reader, epoch by epoch; iterates over the rest of an epoch. Empty documents are skipped and
+    counted.
     """
 
     def __init__(self, name: str, data: Any, text: Callable[[dict[str, Any]], str], rank: int, world: int) -> None:
@@ -100,7 +98,7 @@ class Documents:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Advance to the next epoch. TorchTitan calls it after the last document of an epoch."""
+        """Advance to the next epoch, after the last document of an epoch."""
         self.epoch = epoch
         self.left.pop(0)
         self.whole = not self.left
@@ -298,16 +296,13 @@ def _digest(parts: Iterable[bytes]) -> str:
 class NoTextError(ValueError):
     """A reader's share of the data contains no token."""
 
-    def __init__(self, message: str) -> None:
-        # A worker process of the loader adds a traceback in front of the message; keep only the last line.
-        super().__init__(message.strip().splitlines()[-1].rpartition(f"{type(self).__name__}: ")[2])
 
-
-class TextDataset(HuggingFaceTextDataset):
+class TextDataset:
     """Sequences of `seq_len` tokens from the documents of reader `rank` of `world`, for `passes` epochs, 0 for no end.
 
-    The token buffer contains fewer tokens than a sequence and those of one piece of a document. The position refers to
-    that piece by its document and its first character, so that its size does not depend on the documents.
+    The sequences are those of TorchTitan's text dataset. The token buffer contains fewer tokens than a sequence and
+    those of one piece of a document. The position refers to that piece by its document and its first character, so that
+    its size does not depend on the documents.
     """
 
     def __init__(
@@ -320,15 +315,16 @@ class TextDataset(HuggingFaceTextDataset):
         world: int = 1,
         passes: int = 0,
     ) -> None:
-        self._token_buffer: list[int]
-        super().__init__(name, path, cast(BaseTokenizer, tokenizer), seq_len, infinite=passes != 1)
-        self._encode_pieces = tokenizer.encode_pieces
-        self.passes = passes
+        self.dataset_name, self.seq_len, self.passes = name.lower(), seq_len, passes
+        config = DATASETS[self.dataset_name]
+        self._text: Callable[[dict[str, Any]], str] = config.sample_processor
+        self._data = documents(self.dataset_name, config.loader(path or config.path), self._text, rank, world)
+        self._tokenizer = tokenizer
+        self._token_buffer: list[int] = []
         self._begin = 0  # Tokens before this index of the buffer have been yielded.
         self._piece: Partial | None = None  # Piece at the end of the buffer.
         self._piece_begin = 0  # Index of its first token in the buffer.
         self._partial: list[Partial] = []  # Documents to read before the others, from a checkpoint.
-        self._data: Documents = documents(self.dataset_name, self._data, self._text_processor, rank, world)
         self._sequences_yielded = 0
         self._at_epoch_start: tuple[int, int] | None = None
 
@@ -339,7 +335,7 @@ class TextDataset(HuggingFaceTextDataset):
         definition = self._tokenizer.definition or tokenizer.to_str()
         return {"text": data_digest(self._data.data), "tokenizer": tokenizer_digest(definition)}
 
-    def _get_data_iter(self) -> Iterator[dict[str, Any]]:
+    def _epoch(self) -> Iterator[dict[str, Any]]:
         """Return the documents of an epoch, at its beginning. Raises NoTextError if the last one had no token."""
         now = self._sequences_yielded, len(self._token_buffer)
         if now == self._at_epoch_start:
@@ -348,21 +344,20 @@ class TextDataset(HuggingFaceTextDataset):
                 "no token in a whole epoch; check the data, or use fewer ranks"
             )
         self._at_epoch_start = now if self._data.whole else None
-        self.infinite = self.passes == 0 or self._data.epoch + 1 < self.passes
         if self.passes and self._data.epoch >= self.passes:
             return iter(())
         return iter(self._data)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield sequences as TorchTitan does, with the documents encoded in pieces."""
+        """Yield inputs and labels of each sequence, with the documents encoded in pieces."""
         yield from self._sequences()  # Tokens restored from a checkpoint.
         while self._partial:
             unit, begin, skip = self._partial.pop(0)
             yield from self._document(self._data.document(unit), unit, begin, skip)
         while True:
-            for sample in self._get_data_iter():
+            for sample in self._epoch():
                 yield from self._document(sample, self._data.current)
-            if not self.infinite:
+            if self.passes and self._data.epoch + 1 >= self.passes:
                 logger.warning(f"{self.dataset_name}: end of data")
                 return
             logger.warning(f"{self.dataset_name}: end of epoch, the data are repeated")
@@ -373,7 +368,7 @@ class TextDataset(HuggingFaceTextDataset):
 
         `unit` refers to the document. `skip` tokens of the first piece were yielded before.
         """
-        for first, tokens in self._encode_pieces(self._text_processor(sample), begin):
+        for first, tokens in self._tokenizer.encode_pieces(self._text(sample), begin):
             self._piece, self._piece_begin = [unit, first, skip], len(self._token_buffer)
             self._token_buffer += tokens[skip:]
             skip = 0
@@ -451,34 +446,40 @@ class TextDataset(HuggingFaceTextDataset):
         return position
 
 
-class TextDataLoader(ParallelAwareDataloader):
-    """TorchTitan's data loader with a JSON state. The state has one entry per data-parallel rank i, without pickle:
+class TextDataLoader(BaseDataLoader):
+    """Data loader of one reader with a JSON state. The state has one entry per data-parallel rank i:
 
         dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), digests (of
                              text and tokenizer), epoch, empty (documents skipped), left (see above), tokens
                              (not yet yielded), partial (documents of which a part was yielded)
         world_size: int      data-parallel ranks, including simulated replicas
 
-    The state is that after the last yielded batch, even if a worker process has read ahead. It does not depend on the
-    number of workers (0 or 1), the batch size or the sequence length.
+    It does not depend on the batch size or the sequence length.
+
+    Args:
+        batch: Sequences of a batch. The last batch of finite data may be smaller.
     """
 
-    dataset: TextDataset
+    def __init__(self, dataset: TextDataset, batch: int, rank: int, world: int) -> None:
+        self.dataset, self.batch, self.rank, self.world = dataset, batch, rank, world
+        self._rank_id = f"dp_rank_{rank}"
+
+    def __iter__(self) -> Iterator[Batch]:
+        sequences = iter(self.dataset)
+        while rows := list(islice(sequences, self.batch)):
+            inputs, labels = zip(*((row["input"], labels) for row, labels in rows), strict=True)
+            yield {"input": torch.stack(inputs)}, torch.stack(labels)
 
     def position(self) -> str:
         """Return the position after the last yielded batch, as JSON."""
-        if self.num_workers == 0 or self._iterator is None:
-            return str(self.dataset.state_dict()["position"])
-        workers = StatefulDataLoader.state_dict(self)["_snapshot"]["_worker_snapshots"]
-        (worker,) = workers.values()
-        return str(worker["dataset_state"]["position"])
+        return str(self.dataset.state_dict()["position"])
 
     def empty_documents(self) -> int:
         """Return the number of empty documents that this reader has skipped since the start of the run."""
         return int(json.loads(self.position())["empty"])
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._rank_id: self.position(), "world_size": self.dp_world_size}
+        return {self._rank_id: self.position(), "world_size": self.world}
 
     def saved_state(self, readers: int) -> dict[str, Any]:
         """Return a placeholder with the keys of a checkpoint of this many readers."""
@@ -488,12 +489,11 @@ class TextDataLoader(ParallelAwareDataloader):
         """Restore the state of a run with the same number of ranks, so that the batches continue without a gap."""
         if not state_dict:
             return
-        if state_dict["world_size"] != self.dp_world_size or self._rank_id not in state_dict:
+        if state_dict["world_size"] != self.world or self._rank_id not in state_dict:
             raise ValueError(
                 f"the checkpoint has the data positions of {state_dict['world_size']} data-parallel ranks, this run "
-                f"has {self.dp_world_size}; load_resharded must redistribute them"
+                f"has {self.world}; load_resharded must redistribute them"
             )
-        self._reset_worker()
         self.dataset.load_state_dict({"position": state_dict[self._rank_id]})
 
     def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
@@ -508,16 +508,11 @@ class TextDataLoader(ParallelAwareDataloader):
         missing = [f"dp_rank_{i}" for i in range(world) if f"dp_rank_{i}" not in merged]
         if missing or not world:
             raise ValueError(f"the checkpoint has no data position {missing[0] if missing else 'at all'}")
-        if world == self.dp_world_size:
+        if world == self.world:
             self.load_state_dict(merged)
             return f"data: each of {world} ranks continues at its position"
-        self._reset_worker()
         done = self.dataset.load_resharded([merged[f"dp_rank_{i}"] for i in range(world)])
         return f"data: the checkpoint has {world} data-parallel ranks; {done}"
-
-    def _reset_worker(self) -> None:
-        """Stop a worker process that `state_dict` may have started, so that the next one starts at the new position."""
-        StatefulDataLoader.load_state_dict(self, {})
 
 
 def text_loader(
@@ -533,5 +528,4 @@ def text_loader(
     with_border = BoundaryTokenizer(tokenizer, border)
     path = TextPath(config.dataset_path, text_column) if config.dataset_path else None
     data = TextDataset(config.dataset, path, with_border, config.seq_len, rank, world, passes)
-    options: dict[str, Any] = {**asdict(config.dataloader), "batch_size": config.local_batch_size}
-    return TextDataLoader(data, dp_rank=rank, dp_world_size=world, **options)
+    return TextDataLoader(data, config.local_batch_size, rank, world)

@@ -214,9 +214,8 @@ class PrepareWork:
 
     def verified(self, index: int) -> bool:
         """Return whether a task is complete, after reading its files completely."""
-        dtype, entries = np.dtype(self.plan.dtype), self.plan.tokenizer["entries"]
-        shards = self.shards(index)
-        return shards is not None and not any(damage(self.folder, shard, dtype, entries) for shard in shards)
+        shards, dtype = self.shards(index), np.dtype(self.plan.dtype)
+        return shards is not None and not any(damage(self.folder, shard, dtype) for shard in shards)
 
     def __call__(self, index: int, count: Count) -> None:
         part = self.parts[index]
@@ -457,11 +456,11 @@ def _print_summary(manifest: Manifest, folder: Path, seconds: float | None = Non
 def verify(folder: Path, workers: int) -> None:
     """Read all files of finished data. Raises ValueError with the first damaged shard."""
     manifest = Manifest.read(folder)
-    dtype, entries = np.dtype(manifest.dtype), manifest.tokenizer["entries"]
+    dtype = np.dtype(manifest.dtype)
 
     def check(index: int, count: Any) -> None:
         shard = manifest.shards[index]
-        if wrong := damage(folder, shard, dtype, entries):
+        if wrong := damage(folder, shard, dtype):
             raise ValueError(f"{wrong}; delete {shard.name}.bin, and run the prepare command again")
         count(shard.documents, shard.tokens, shard.bytes)
 

@@ -181,11 +181,6 @@ def open_split(
     key = f"{section}.dataset_path"
     if not given:
         raise ValueError(f"{key}: dataset {NAME!r} needs a folder of prepared data, or a pair's path without extension")
-    if config.dataloader.num_workers:
-        raise ValueError(
-            f"{section}.dataloader.num_workers = {config.dataloader.num_workers}: prepared data are memory-mapped and "
-            "do not support workers; set it to 0"
-        )
     path, facts = Path(given), tokenizer_facts(Path(job.model.hf_assets_path), tokenizer)
     try:
         if path.is_dir():
@@ -352,9 +347,8 @@ class PreparedDataLoader(BaseDataLoader):
         simulated: int = 1,
         each: int = 1,
         passes: int = 0,
-        pin_memory: bool = False,
     ) -> None:
-        self.data, self.batch, self.seq_len, self.pin_memory = data, batch, seq_len, pin_memory
+        self.data, self.batch, self.seq_len = data, batch, seq_len
         self.seed, self.passes, self.samples = seed, passes, data.samples(seq_len)
         self.rank, self.world, self.simulated, self.each = rank, world, simulated, each
         self.global_batch = batch * world * simulated * each
@@ -382,11 +376,9 @@ class PreparedDataLoader(BaseDataLoader):
             if n <= 0:
                 return
             for samples in self._samples_of_batches(self._batches_yielded, n):
-                inputs, labels = self.data.batch(samples, self.seq_len)
-                if self.pin_memory:
-                    inputs, labels = {key: value.pin_memory() for key, value in inputs.items()}, labels.pin_memory()
+                batch = self.data.batch(samples, self.seq_len)
                 self._batches_yielded += 1
-                yield inputs, labels
+                yield batch
 
     def _samples_of_batches(self, first: int, n: int) -> list[list[int]]:
         """Return the samples of this rank's batches `first` to `first` + n - 1."""
@@ -459,7 +451,6 @@ def build_prepared(
         simulated=simulated,
         each=max(1, training.global_batch_size // (training.local_batch_size * dp_world_size * simulated)),
         passes=job_config.data.epochs,
-        pin_memory=training.dataloader.pin_memory and torch.accelerator.is_available(),
     )
     logger.info(
         f"Prepared data: {data.tokens:,} tokens, {loader.samples:,} samples of {training.seq_len}, "
