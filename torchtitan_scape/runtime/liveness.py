@@ -101,10 +101,6 @@ class Failure:
     code: int
     text: str
 
-    def __post_init__(self) -> None:
-        if not 0 < self.code < 256:  # With 0 the run would look complete.
-            raise ValueError(f"the exit code {self.code} is not one of a failure")
-
 
 def record_failure(failure: Failure) -> None:
     """Append the exit code to SCAPE_FAILURE_FILE, whose first line decides whether a Slurm job is requeued.
@@ -263,7 +259,7 @@ class Liveness:
                 self._wake.clear()
             self._update(store)
             store.add(f"beat/{self.rank}", _LEFT)
-        except RuntimeError:  # Includes DistNetworkError.
+        except (RuntimeError, ValueError):  # Includes DistNetworkError, and values of other programs.
             self._store_lost_at = time.monotonic()
             self._reported.set()  # Nothing more can be written.
 
@@ -287,9 +283,9 @@ class Liveness:
             searchers = store.add("searchers", 1 if suspicious else -1)
             self._searching = suspicious and searchers <= _SEARCHERS
         for rank in range(self.world) if self._searching else [successor]:
-            if self._searching and store.check([f"place/{rank}"]):
-                with contextlib.suppress(ValueError):  # The rank has moved on, or another program wrote the value.
-                    self._places[rank] = from_json(Place, store.get(f"place/{rank}"))
+            # The value is empty once the rank has moved on.
+            if self._searching and store.check([f"place/{rank}"]) and (value := store.get(f"place/{rank}")):
+                self._places[rank] = from_json(Place, value)
             if rank == self.rank:
                 continue
             beat = store.add(f"beat/{rank}", 0)
@@ -410,16 +406,9 @@ def _wait_for_rank_0(environment: Mapping[str, str]) -> None:
 
 
 def _reported_failure(store: dist.Store) -> Failure | None:
-    """Return the failure that a rank has reported. A value of another program is removed, so that ranks can report."""
+    """Return the failure that a rank has reported."""
     value = store.get("failed") if store.check(["failed"]) else b""
-    if not value:
-        return None
-    try:
-        return from_json(Failure, value)
-    except ValueError as error:
-        logger.warning(f"the store has a reason for the end of the run that no rank wrote; it is ignored: {error}")
-        store.compare_set("failed", value, "")  # type: ignore[arg-type]  # Bytes too, which need not be a text.
-        return None
+    return from_json(Failure, value) if value else None
 
 
 def report_failure_of(rank: int, process: int, outcome: str, address: str, port: int) -> None:
@@ -438,7 +427,7 @@ def failure_known(address: str, port: int) -> Callable[[], bool]:
             if not store:
                 store.append(_store({"MASTER_ADDR": address, "MASTER_PORT": port}, timeout=5.0))
             return _reported_failure(store[0]) is not None
-        except (RuntimeError, TimeoutError):  # The link is down; the ranks handle this.
+        except (RuntimeError, TimeoutError, ValueError):  # The link is down, which the ranks handle.
             return False
 
     return known

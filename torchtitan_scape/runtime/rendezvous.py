@@ -37,7 +37,6 @@ from torchtitan_scape.runtime.listening import (
     from_json,
     listen_at,
     resolve,
-    shown,
     silence,
     to_json,
 )
@@ -49,7 +48,6 @@ REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
 SILENT_SECONDS = 5.0  # Without a heartbeat for so long, a node has left.
 _POLL_SECONDS = 0.2
 _EXPECTED_CALLS = 4
-_MOST_JOINED = 100_000  # Launchers that have joined one store, restarts included; each costs a request.
 _ANSWER_SECONDS = 20.0  # Time for a server to answer as a store does.
 
 
@@ -74,9 +72,6 @@ class Node:
     host: str
     address: str
     nodes: str
-
-    def __post_init__(self) -> None:
-        self.place()  # ValueError if it is not an address.
 
     def place(self) -> tuple[Any, ...]:
         """Return the key by which nodes are numbered after the first one: by address, so that restarts agree."""
@@ -140,7 +135,8 @@ class LauncherRendezvous(RendezvousHandler):
         now = time.monotonic()
         if self._joining is not None and len(self._counts) > 1 and not self.regroups and now >= self._next_look:
             self._next_look = now + 1.0
-            with contextlib.suppress(RuntimeError, ConnectionError):  # The store is gone, which the ranks detect.
+            # The store is gone, which the ranks detect, or another program writes to it.
+            with contextlib.suppress(RuntimeError, ConnectionError, ValueError):
                 self.regroups = self._joining.regroups()
                 if self.regroups and self._joining.serves:
                     self._on_join()
@@ -288,7 +284,6 @@ class _Joining:
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._beats: dict[int, tuple[int, float]] = {}  # The count, and when it grew; 0.0 at the first look.
         self._described: dict[int, Node] = {}
-        self._ignored: set[int] = set()  # Entries of other programs.
         self._enough_since: float | None = None
         self.waited = False  # The run had started without this node.
         self.expected, self.last_call, self.superseded = 0, 0.0, lambda: False  # See `LauncherRendezvous`.
@@ -297,11 +292,15 @@ class _Joining:
         """Return this node's rank and the number of nodes."""
         try:
             return self._attend(deadline)
-        except (RuntimeError, ConnectionError) as error:  # Includes DistNetworkError.
-            if isinstance(error, LostStoreError):
-                raise
-            if self.serves:  # The store ends the connection if another program wrote a text to a counter.
-                raise RendezvousError(f"{self._foreign()}: {str(error).splitlines()[0]}") from None
+        except (LostStoreError, WrongEndpointError):
+            raise
+        except (RuntimeError, ConnectionError, ValueError) as error:  # Includes DistNetworkError.
+            # Values that no launcher writes; the store ends the connection after a text in the place of a counter.
+            if self.serves or isinstance(error, ValueError):
+                raise RendezvousError(
+                    f"another program writes to the store at {self._where}; choose another port: "
+                    f"{str(error).splitlines()[0]}"
+                ) from None
             raise LostStoreError(str(error)) from None
 
     def _attend(self, deadline: float) -> tuple[int, int]:
@@ -325,9 +324,7 @@ class _Joining:
             if self.waited:
                 self.expected = self.regroups()
             if self.waited and store.check(["ended"]):
-                if not (code := store.get("ended")).isdigit():
-                    raise RendezvousError(f"{self._foreign()}: the exit code is {shown(code)}")
-                raise RunEndedError(int(code))
+                raise RunEndedError(int(store.get("ended")))
             if now >= deadline and not self.waited:
                 raise RendezvousError(
                     f"{self._status(group)} after {JOIN_SECONDS:.0f} s; start the others with the same "
@@ -341,8 +338,7 @@ class _Joining:
     def regroups(self) -> int:
         """Return the number of nodes if the run restarts with more, else 0; the serving node decides it."""
         if not self.serves:
-            value = self._store.get("regroup") if self._store.check(["regroup"]) else b"0"
-            return int(value) if value.isdigit() else 0
+            return int(self._store.get("regroup")) if self._store.check(["regroup"]) else 0
         group = self._group()
         waiting = [self._described[number].host for number in self._present() if number not in group]
         larger = self._usable(len(group) + len(waiting))
@@ -361,14 +357,8 @@ class _Joining:
     def _group(self) -> list[int]:
         """Return the numbers of the nodes in rank order, empty until the group is formed."""
         value = self._store.get("group") if self._store.check(["group"]) else b"[]"
-        with contextlib.suppress(ValueError):
-            group = parse_json(value)
-            if isinstance(group, list) and all(type(number) is int for number in group):
-                return group
-        raise RendezvousError(f"{self._foreign()}: the group of nodes is {shown(value)}")
-
-    def _foreign(self) -> str:
-        return f"another program writes to the store at {self._where}; choose another port"
+        group: list[int] = parse_json(value)
+        return group
 
     def _status(self, group: list[int]) -> str:
         if group:
@@ -384,15 +374,12 @@ class _Joining:
     def _present(self) -> list[int]:
         """Return the numbers of the nodes whose heartbeats arrive. Called on the serving node."""
         store, now = self._store, time.monotonic()
-        joined = store.add("joined", 0)
-        if joined > _MOST_JOINED:
-            raise RendezvousError(f"{self._foreign()}: {joined} launchers have joined")
-        for number in range(1, joined + 1):
+        for number in range(1, store.add("joined", 0) + 1):
             beat = store.add(f"beat/{number}", 0)
-            if beat == 0 or number in self._ignored or self._beats.get(number, (0, 0.0))[0] == beat:
+            if beat == 0 or self._beats.get(number, (0, 0.0))[0] == beat:
                 continue
-            if number not in self._described and not self._describe(number):
-                continue
+            if number not in self._described:
+                self._described[number] = from_json(Node, store.get(f"node/{number}"))
             self._beats[number] = beat, now if number in self._beats else 0.0
         return [number for number, (_, seen) in self._beats.items() if seen and now - seen < SILENT_SECONDS]
 
@@ -422,14 +409,3 @@ class _Joining:
         if nodes < self._counts[-1]:
             self._say(f"starting with {nodes} node(s) of {self._node.nodes}: {names} joined within {wait:.0f} s")
         store.set("group", json.dumps([own, *others]))
-
-    def _describe(self, number: int) -> bool:
-        """Read the entry of a node; return whether a launcher has written it."""
-        value = self._store.get(f"node/{number}") if self._store.check([f"node/{number}"]) else b""
-        try:
-            self._described[number] = from_json(Node, value)
-        except ValueError as error:
-            self._say(f"node {number} in the store at {self._where} was not written by a launcher; ignored: {error}")
-            self._ignored.add(number)
-            return False
-        return True
