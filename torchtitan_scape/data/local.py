@@ -95,41 +95,17 @@ def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
         # A file system has its own folder lost+found, which only root may read.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
         names = sorted(name for name in names if not name.startswith("."))
-        saved = _saved_names(folder, {*folders, *names})
-        if saved is not None:
-            folders[:] = [name for name in folders if name in saved]
         has_caches = "dataset_info.json" in names  # `map` and `filter` write files into the library's own folders.
         for name in names:
             file = folder / name
             if file.is_file():
                 is_cache = has_caches and name.startswith("cache-")
-                yield file, _ending(file) is not None and not is_cache and (saved is None or name in saved)
+                yield file, _ending(file) is not None and not is_cache
             elif not file.exists():
                 raise ValueError(
                     f"dataset_path: the link {file} leads to {os.path.realpath(file)}, which does not exist; restore "
                     "that, or delete the link"
                 )
-
-
-def _saved_names(folder: Path, names: set[str]) -> set[str] | None:
-    """Return the files or sub-folders of a dataset that `save_to_disk` wrote to a folder; None for another folder.
-
-    Raises ValueError if one of them is not among the folder's `names`.
-    """
-    for record, key in (("state.json", "_data_files"), ("dataset_dict.json", "splits")):
-        try:
-            entries = parse_json((folder / record).read_bytes())[key]
-            # A TypeError shows another program's file, whose entries are not names.
-            saved = {os.fspath(entry["filename"] if isinstance(entry, dict) else entry) for entry in entries}
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        if missing := sorted(saved - names):
-            raise ValueError(
-                f"dataset_path: {folder / missing[0]} is missing, which {record} there names; restore it, or delete "
-                f"{record} to read the other files"
-            )
-        return saved
-    return None
 
 
 def _without_links(root: Path, files: Sequence[Path]) -> list[Path]:
@@ -149,8 +125,8 @@ def _log_skipped(root: Path, files: Sequence[Path]) -> None:
     if endings:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common(8))
         logger.info(
-            f"{root}: {len(files):,} files are not read ({counts}); read are {EXPECTED}, and of a dataset that the "
-            "datasets library saved, only its own files"
+            f"{root}: {len(files):,} files are not read ({counts}); read are {EXPECTED}, but not those that map and "
+            "filter of the datasets library wrote"
         )
 
 
