@@ -35,9 +35,9 @@ from torchtitan_scape.checkpoint.whole import (
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import resolve
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.core.command import one_line, parser_of
+from torchtitan_scape.core.command import install_command, one_line, parser_of
 from torchtitan_scape.core.files import parse_json
-from torchtitan_scape.huggingface.families import FAMILIES, check_same, resolve_tie
+from torchtitan_scape.huggingface.families import FAMILIES, check_same, read, resolve_tie
 from torchtitan_scape.huggingface.folder import (
     CONFIG,
     DifferentError,
@@ -219,6 +219,8 @@ def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
 
 def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     """Write a checkpoint with the model alone, FP32. Raises ValueError for a model other than the recipe's."""
+    if not find_spec("transformers"):
+        raise ValueError(f"transformers is not installed, which reads config.json: {install_command('export-check')}")
     config = resolve(["--job.config_file", options.config, *keys]).config
     spec, args, model = whole_model(config)
     with atomic_folder(options.output) as part:
@@ -227,8 +229,9 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
         adapter = spec.state_dict_adapter(args, None)
         try:
             ours = FAMILIES[config.model.name](args, adapter.to_hf(dict(model.named_parameters())))
+            described = read({"model_type": ours["model_type"]} | described)
             check_same(ours, described)
-            theirs, note = resolve_tie(ours, described, theirs)
+            theirs, note = resolve_tie(described, theirs)
             values = adapter.from_hf(theirs)
         except (KeyError, ValueError) as error:
             what = f"it has {error}" if isinstance(error, KeyError) else error

@@ -26,7 +26,7 @@ from datasets import Dataset
 from filelock import FileLock
 
 from torchtitan_scape.core.command import one_line
-from torchtitan_scape.core.files import parse_json, pointer_text
+from torchtitan_scape.core.files import pointer_text
 
 logger = logging.getLogger(__name__)
 
