@@ -53,9 +53,8 @@ class Resolved:
         del defaults["job.config_file"]  # names the recipe, and is not part of it
         expected = defaults | flatten(recipe.table)
         values = {key: copy(attrgetter(key)(config)) for key in defaults}
-        origins = {key: origin for key, origin in recipe.origins.items() if key in values}
-        origins |= {key: COMMAND_LINE for key, value in values.items() if value != expected[key]}
-        return cls(config, tuple(recipe.files), values, origins)
+        origins = recipe.origins | {key: COMMAND_LINE for key, value in values.items() if value != expected[key]}
+        return cls(config, tuple(recipe.files), values, {key: origins[key] for key in values if key in origins})
 
     def line(self) -> str:
         """Return the log line with the recipe's files and the keys that the command line sets."""

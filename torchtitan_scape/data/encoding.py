@@ -24,6 +24,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -151,29 +152,6 @@ def border_ids(tokenizer: BaseTokenizer, border: str) -> tuple[list[int], list[i
     return [bos] if border == "bos_eos" and bos is not None else [], [eos] if eos is not None else []
 
 
-class PieceSplitter:
-    """Splitter of long texts for one tokenizer; see `SplitRule`."""
-
-    def __init__(self, tokenizer: BaseTokenizer) -> None:
-        self._tokenizer = tokenizer.tokenizer
-        self._rule: SplitRule | None = None
-        self._inspected = self._reported = False
-
-    def __call__(self, text: str, begin: int = 0) -> Iterator[Piece]:
-        """Yield each piece of a text from `begin` on."""
-        if len(text) - begin <= PIECE:
-            yield begin, text[begin:], True
-            return
-        if not self._inspected:
-            self._rule, self._inspected = rule_of(self._tokenizer), True
-        for first, piece in self._rule.pieces(text, begin) if self._rule else ((begin, text[begin:]),):
-            if len(piece) > LONG and not self._reported:
-                self._reported = True
-                reason = "it has no safe place to split" if self._rule else "this tokenizer has no known place to split"
-                logger.warning(f"A text of {len(piece):,} characters is encoded at once, because {reason}")
-            yield first, piece, first + len(piece) == len(text)
-
-
 def groups(items: Iterable[Any], most: int | None = None) -> Iterator[list[Any]]:
     """Yield items, tuples with a text in the second place, in groups that are encoded together."""
     group, size = [], 0
@@ -197,7 +175,23 @@ class BoundaryTokenizer:
         self.tokenizer = tokenizer.tokenizer
         self.definition: str | None = getattr(tokenizer, "definition", None)  # See `name_borders`.
         self._before, self._after = border_ids(tokenizer, border)
-        self._split = PieceSplitter(tokenizer)
+        self._reported = False
+
+    @cached_property
+    def _rule(self) -> SplitRule | None:
+        return rule_of(self.tokenizer)
+
+    def _split(self, text: str, begin: int = 0) -> Iterator[Piece]:
+        """Yield each piece of a text from `begin` on; see `SplitRule`."""
+        if len(text) - begin <= PIECE:
+            yield begin, text[begin:], True
+            return
+        for first, piece in self._rule.pieces(text, begin) if self._rule else ((begin, text[begin:]),):
+            if len(piece) > LONG and not self._reported:
+                self._reported = True
+                reason = "it has no safe place to split" if self._rule else "this tokenizer has no known place to split"
+                logger.warning(f"A text of {len(piece):,} characters is encoded at once, because {reason}")
+            yield first, piece, first + len(piece) == len(text)
 
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""

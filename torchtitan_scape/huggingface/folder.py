@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name
@@ -92,24 +92,9 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     """Write the tensors in this dtype, in files of at most `MAX_FILE_BYTES` (but at least one tensor), and an index if
     there are several files. Return the names of the files.
     """
-    groups: list[list[str]] = [[]]
-    used = total = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * dtype.itemsize
-        if groups[-1] and used + size > MAX_FILE_BYTES:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used, total = used + size, total + size
-    count = len(groups)
-    files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for file, names in zip(files, groups, strict=True):
-        converted = {name: tensors[name].to(dtype).contiguous() for name in names}
-        save_file(converted, folder / file, metadata={"format": "pt"})
-    if count > 1:
-        file_of_tensor = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of_tensor})
-    return files
+    converted = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    save_torch_state_dict(converted, folder, max_shard_size=MAX_FILE_BYTES)
+    return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:

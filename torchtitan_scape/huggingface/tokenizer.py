@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers.processors import TemplateProcessing
+
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.encoding import border_ids
 from torchtitan_scape.huggingface.folder import DifferentError, quiet
@@ -74,19 +76,8 @@ def tokenizer_of(config: JobConfig, length: int) -> Tokenizer:
     return Tokenizer(json.dumps(encoder, ensure_ascii=False), settings, start, built.eos_id, encode)
 
 
-def _template(token: str | None, number: int | None) -> dict[str, Any]:
+def _template(token: str | None, number: int | None) -> Any:
     """Return a post-processor that adds one token before each text."""
-
-    def sequence_parts(*texts: tuple[str, int]) -> list[dict[str, Any]]:
-        return [
-            part
-            for name, kind in texts
-            for part in ({"SpecialToken": {"id": token, "type_id": kind}}, {"Sequence": {"id": name, "type_id": kind}})
-        ]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": sequence_parts(("A", 0)),
-        "pair": sequence_parts(("A", 0), ("B", 1)),
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
-    }
+    pair = [token, "$A", f"{token}:1", "$B:1"]
+    processor = TemplateProcessing(single=[token, "$A"], pair=pair, special_tokens=[(token, number)])
+    return json.loads(processor.__getstate__())
