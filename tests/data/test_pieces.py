@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, encoding
-from torchtitan_scape.data.encoding import PieceSplitter, rule_of
+from torchtitan_scape.data.encoding import BoundaryTokenizer, rule_of
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 WORDS = ["the", "foo", "Bar", "don't", "we'LL", "x1y2", "2023", "123456", "é", "e\u0301", "ﬁ", "½", "²3", "日本語"]
@@ -118,6 +118,11 @@ def _across_spaces() -> Tokenizer:
     return tokenizer
 
 
+def encoder_of(tokenizer: Any) -> BoundaryTokenizer:
+    without_borders: Any = SimpleNamespace(tokenizer=tokenizer, bos_id=None, eos_id=None)
+    return BoundaryTokenizer(without_borders, "eos")
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_tokenizers_encode_texts_whole(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -125,7 +130,7 @@ def test_other_tokenizers_encode_texts_whole(
     tokenizer = UNKNOWN[name]()
     assert rule_of(tokenizer) is None
     monkeypatch.setattr(encoding, "LONG", 1 << 16)
-    split, text = PieceSplitter(SimpleNamespace(tokenizer=tokenizer)), "a b " * (1 << 15)  # type: ignore[arg-type]
+    split, text = encoder_of(tokenizer)._split, "a b " * (1 << 15)
     with caplog.at_level(logging.WARNING):
         assert list(split(text)) == list(split(text)) == [(0, text, True)]
     assert [record.getMessage() for record in caplog.records] == [
@@ -135,7 +140,7 @@ def test_other_tokenizers_encode_texts_whole(
 
 def test_a_text_without_a_place_is_one_piece(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(encoding, "LONG", 1 << 16)
-    split = PieceSplitter(SimpleNamespace(tokenizer=repository(BYTE_TOKENIZER)))  # type: ignore[arg-type]
+    split = encoder_of(repository(BYTE_TOKENIZER))._split
     text = "x" * 100_000 + " y"
     assert list(split(text)) == [(0, text[:100_000], False), (100_000, " y", True)]
     assert "100,000 characters is encoded at once, because it has no safe place to split" in caplog.text
