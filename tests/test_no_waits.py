@@ -21,7 +21,7 @@ def train_on_a_gpu(folder: str, arguments: list[str]) -> torch.Tensor:
     """Train; no step may wait, except the first one. Return the local parameters at the end."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.core.parameters import local
-    from torchtitan_scape.data.read_ahead import EndOfDataSync
+    from torchtitan_scape.data.read_ahead import TokenSum
     from torchtitan_scape.replica.guard import FiniteGuard
     from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -39,7 +39,7 @@ def train_on_a_gpu(folder: str, arguments: list[str]) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as monkeypatch, patch("time.sleep"):
         waits_here(monkeypatch, FiniteGuard, "finish_previous_step")  # for flags that were copied to the host
         for name in ("start", "count"):  # on the host
-            waits_here(monkeypatch, EndOfDataSync, name)
+            waits_here(monkeypatch, TokenSum, name)
         monkeypatch.setattr(trainer, "train_step", step)
         trainer.train()
     assert watched == [2, 3, 4, 5]

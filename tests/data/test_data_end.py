@@ -1,15 +1,13 @@
-"""A rank whose data end, or contain no text, ends the run on all ranks at the same step."""
+"""Passes over the data end a run, and a rank whose data contain no text."""
 
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
-from tests.marks import slow
+from tests.data.test_prepared import prepared
 from tests.pool import Pool
-from tests.replica.test_simulated import ALONE, simulate
-from tests.training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, RECIPE, train
+from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 
 def short_of(folder: Path, texts: list[str]) -> list[str]:
@@ -20,16 +18,18 @@ def short_of(folder: Path, texts: list[str]) -> list[str]:
     return ["--training.dataset=text_files", f"--training.dataset_path={path}"]
 
 
-LONG, SHORT = "spam and eggs " * 30, "spam and eggs " * 15
+LONG = "spam and eggs " * 30
 
 
-@pytest.mark.parametrize("layout", [slow("1x2"), "2x1"])
-def test_the_end_of_one_rank_ends_all(layout: str, pool2: Pool, tmp_path: Path) -> None:
-    """Also between the micro-batches of a step; the last state is saved and can be resumed."""
+def test_a_run_ends_within_the_passes(pool2: Pool, tmp_path: Path) -> None:
+    """The last state is saved and exchanged in full; a run that starts again has nothing left to do."""
+    tokenizer = build_tokenizer(parse([*RECIPE]))
+    data = prepared(tmp_path / "data", tokenizer, tokens=6000)  # and 77 more
     arguments = [
         *METHODS["scape"],
-        *LAYOUTS[layout],
-        *short_of(tmp_path / "data", [LONG] * 4 + [LONG] * 2 + [SHORT] * 2),
+        *LAYOUTS["2x1"],
+        f"--training.dataset_path={data}",
+        "--training.dataset=prepared",
         "--data.epochs=1",
         "--training.steps=100",
         "--training.local_batch_size=1",
@@ -37,35 +37,17 @@ def test_the_end_of_one_rank_ends_all(layout: str, pool2: Pool, tmp_path: Path) 
         "--checkpoint.enable",
         "--checkpoint.interval=50",
         "--checkpoint.no-last-save-model-only",
+        "--sync.flush_at_end",
     ]
-    flush = ["--sync.flush_at_end"] if layout == "2x1" else []
-    results = pool2(train, str(tmp_path), [*arguments, *flush])
-    steps = len(results[0]["losses"])
-    assert 2 < steps < 60 and results[1]["losses"] == results[0]["losses"]
+    results = pool2(train, str(tmp_path), arguments)
+    steps = (6077 - 1) // 64 // 8
+    assert [len(result["losses"]) for result in results] == [steps, steps]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == steps and summary["data_ran_out"] is True
-    assert summary["tokens"] == steps * 8 * 64
-    assert (summary["residual_norm"] == 0.0) == bool(flush)
+    assert (summary["steps"], summary["tokens"], summary["residual_norm"]) == (steps, steps * 8 * 64, 0.0)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [f"step-{steps}"]
-    # One rank is still at the end of its data, so nothing is left to do.
     assert pool2(train, str(tmp_path), arguments)[0]["losses"] == []
-    # Without an end the next epoch follows.
     more = [*arguments, "--data.epochs=0", f"--training.steps={steps + 2}"]
     assert len(pool2(train, str(tmp_path), more)[1]["losses"]) == 2
-
-
-def test_simulated_replicas_end_as_real_ranks(pool1: Pool, pool2: Pool, tmp_path: Path) -> None:
-    arguments = [
-        *METHODS["adams"],
-        *short_of(tmp_path / "data", [LONG] * 2 + [LONG, SHORT]),
-        "--data.epochs=1",
-        "--training.steps=100",
-        "--training.local_batch_size=1",
-    ]
-    real = pool2(train, str(tmp_path / "real"), [*arguments, *LAYOUTS["1x2"]])[0]
-    one = pool1(train, str(tmp_path / "one"), [*arguments, *ALONE, simulate(2)])[0]
-    assert len(one["losses"]) == len(real["losses"]) > 2
-    assert torch.isfinite(torch.tensor(one["losses"])).all()
 
 
 def test_a_rank_without_a_token_ends_the_run(pool2: Pool, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import encoding
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import TextDataLoader, TextDataset, documents
+from torchtitan_scape.data.loader import TextDataLoader, TextDataset, documents, text_loader
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:
@@ -51,7 +51,7 @@ def test_sequences_are_taken_from_the_concatenated_documents(
 def test_time_is_linear_in_the_length_of_a_document(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying the rest of the document per sequence took 60 times as long."""
     document = dataset(["x" * 300_000], tokenizer, 16, monkeypatch)
-    monkeypatch.setattr(document, "_encode_pieces", lambda *_: [(0, list(range(300_000)))])
+    monkeypatch.setattr(document._tokenizer, "encode_pieces", lambda *_: [(0, list(range(300_000)))])
     begin = time.process_time()
     assert sum(1 for _ in document) == 300_000 // 17
     assert time.process_time() - begin < 3
@@ -64,10 +64,7 @@ def loader(path: Path, tokenizer: Any, rank: int = 0, world: int = 1) -> TextDat
     config = JobConfig()
     config.training.dataset, config.training.dataset_path = "text_files", str(path)
     config.training.local_batch_size, config.training.seq_len = 2, 16
-    config.data.epochs = 1
-    built = ours.build_dataloader(world, rank, tokenizer, config)
-    assert isinstance(built, TextDataLoader)
-    return built
+    return text_loader(config.training, "text", tokenizer, "bos_eos", rank, world, passes=1)
 
 
 def labels(batches: Any, n: int | None = None) -> list[list[int]]:

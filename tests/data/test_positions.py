@@ -17,7 +17,15 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import loader as loading
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import Documents, NoTextError, TextDataLoader, TextDataset, _split_ranges, documents
+from torchtitan_scape.data.loader import (
+    Documents,
+    NoTextError,
+    TextDataLoader,
+    TextDataset,
+    _split_ranges,
+    documents,
+    text_loader,
+)
 from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 
 N = 40
@@ -52,10 +60,7 @@ def loader(path: Path, tokenizer: Any, rank: int, world: int, epochs: int = 0) -
     config = JobConfig()
     config.training.dataset, config.training.dataset_path = "text_files", str(path)
     config.training.local_batch_size, config.training.seq_len = 2, 16
-    config.data.epochs = epochs
-    built = ours.build_dataloader(world, rank, tokenizer, config)
-    assert isinstance(built, TextDataLoader)
-    return built
+    return text_loader(config.training, "text", tokenizer, "bos_eos", rank, world, epochs)
 
 
 def take(batches: Any, n: int) -> list[torch.Tensor]:

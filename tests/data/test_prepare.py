@@ -14,8 +14,8 @@ from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare
-from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.encoding import BoundaryTokenizer
+from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.manifest import Manifest, Pair, PairWriter
 from torchtitan_scape.titan.data import DATASETS, DatasetConfig
 from torchtitan_scape.titan.tokenizer import build_tokenizer
@@ -87,11 +87,10 @@ def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> Non
     config = JobConfig()
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(text)
-    config.training.local_batch_size, config.training.seq_len, config.data.epochs = 1, 15, 1
-    config.data.border = border  # type: ignore[assignment]
+    config.training.local_batch_size, config.training.seq_len = 1, 15
     tokenizer = build_tokenizer(config)
     # TorchTitan takes 16 tokens for a sequence of 15.
-    loader = build_dataloader(1, 0, tokenizer, config)
+    loader = text_loader(config.training, "text", tokenizer, border, 0, 1, passes=1)
     read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]
     assert (0 in read[0]) == (border == "bos_eos") and any(1 in row for row in read)
     assert read[0].count(1) == 0

@@ -159,13 +159,13 @@ def test_labels_are_the_inputs_shifted_by_one() -> None:
     assert torch.equal(inputs["input"] + 1, labels)
 
 
-def test_a_limited_number_of_passes_in_complete_steps() -> None:
-    readers = [reader(rank, 2, passes=2) for rank in range(2)]
-    batches = [list(one) for one in readers]
-    assert [len(of) for of in batches] == [10 * 3, 10 * 3]  # 122 samples are ten batches of 12
-    assert readers[0].consumed == 120
-    more = resumed(readers, [reader(0, 1, passes=2), reader(0, 1, passes=3)])
-    assert list(more[0]) == [] and len(list(more[1])) == 5 * 6
+def test_the_steps_within_a_number_of_passes() -> None:
+    one = reader(0, 2)
+    assert one.steps_left(2) == 10  # 122 samples are ten batches of 12
+    batches = iter(one)
+    for _ in range(3 * 9):
+        next(batches)
+    assert one.steps_left(2) == 1 and one.steps_left(1) == 0
 
 
 def test_resuming_from_the_middle_of_a_chunk(tokenizer: Any) -> None:

@@ -220,8 +220,8 @@ class Data(Options):
     section: ClassVar[str] = "data"
 
     epochs: int = 0
-    """Passes over the training data, after which the run ends, on all ranks as soon as one has no full step left; 0
-    repeats the data until training.steps"""
+    """Passes over prepared data within which the run ends, if not earlier after training.steps; 0 repeats the data
+    until training.steps"""
 
     border: Literal["bos_eos", "eos"] = "bos_eos"
     """Separation of documents: BOS before each and EOS after it, or EOS only; a tokenizer with one token for both, such

@@ -169,8 +169,7 @@ def build_dataloader(
     """Return the data loader for training, after checks, for data-parallel rank `dp_rank`.
 
     With simulated replicas it reads the data of as many ranks in turn. It yields `{"input": tokens}, labels`, both
-    int64 of shape (local_batch_size, seq_len), labels shifted by one token. The last batch of a finite run
-    (`data.epochs`) may be smaller.
+    int64 of shape (local_batch_size, seq_len), labels shifted by one token.
     """
     training, readers = job_config.training, dp_world_size * simulated
     names = training.dataset.lower(), job_config.validation.dataset.lower()
@@ -181,12 +180,14 @@ def build_dataloader(
         )
     if names[0] == NAME:
         return build_prepared(dp_world_size, dp_rank, tokenizer, job_config, simulated)
+    if job_config.data.epochs:
+        raise ValueError(
+            f"[data] epochs = {job_config.data.epochs} with training.dataset = {training.dataset!r}, whose number of "
+            "tokens is unknown; prepare the data (python -m torchtitan_scape.data.prepare), or set training.steps"
+        )
     check_dataset("training", training, training.text_column, readers)
     own = training.text_column, tokenizer, job_config.data.border
-    loaders = [
-        text_loader(training, *own, reader, readers, passes=job_config.data.epochs)
-        for reader in range(dp_rank, readers, dp_world_size)
-    ]
+    loaders = [text_loader(training, *own, reader, readers) for reader in range(dp_rank, readers, dp_world_size)]
     if simulated == 1:
         return loaders[0]
     for loader in loaders[1:]:

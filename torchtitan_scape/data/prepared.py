@@ -332,7 +332,6 @@ class PreparedDataLoader(BaseDataLoader):
         seed: Seed of the permutation.
         rank, world: This data-parallel rank and their number. Replica k of this rank is reader k * world + rank.
         each: Micro-batches of a reader per step.
-        passes: Passes over the data, 0 for no end. The last step is the last one whose samples are all within them.
     """
 
     def __init__(
@@ -346,10 +345,9 @@ class PreparedDataLoader(BaseDataLoader):
         world: int = 1,
         simulated: int = 1,
         each: int = 1,
-        passes: int = 0,
     ) -> None:
         self.data, self.batch, self.seq_len = data, batch, seq_len
-        self.seed, self.passes, self.samples = seed, passes, data.samples(seq_len)
+        self.seed, self.samples = seed, data.samples(seq_len)
         self.rank, self.world, self.simulated, self.each = rank, world, simulated, each
         self.global_batch = batch * world * simulated * each
         if self.samples < self.global_batch:
@@ -366,15 +364,13 @@ class PreparedDataLoader(BaseDataLoader):
         """Number of samples that all readers consumed in complete steps."""
         return self._start_samples + self._batches_yielded // (self.each * self.simulated) * self.global_batch
 
+    def steps_left(self, passes: int) -> int:
+        """Return the number of further steps whose samples are all within the first passes over the data."""
+        return max(0, passes * self.samples - self.consumed) // self.global_batch
+
     def __iter__(self) -> Iterator[Batch]:
-        per_step = self.each * self.simulated
+        n = max(1, CHUNK_INDICES // self.batch)
         while True:
-            n = max(1, CHUNK_INDICES // self.batch)
-            if self.passes:  # Yield only complete steps.
-                steps = (self.passes * self.samples - self._start_samples) // self.global_batch
-                n = min(n, steps * per_step - self._batches_yielded)
-            if n <= 0:
-                return
             for samples in self._samples_of_batches(self._batches_yielded, n):
                 batch = self.data.batch(samples, self.seq_len)
                 self._batches_yielded += 1
@@ -450,7 +446,6 @@ def build_prepared(
         world=dp_world_size,
         simulated=simulated,
         each=max(1, training.global_batch_size // (training.local_batch_size * dp_world_size * simulated)),
-        passes=job_config.data.epochs,
     )
     logger.info(
         f"Prepared data: {data.tokens:,} tokens, {loader.samples:,} samples of {training.seq_len}, "

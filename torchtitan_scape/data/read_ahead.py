@@ -1,8 +1,9 @@
-"""Batches of a step: of simulated replicas in turn, read during the previous step, up to the end of the data."""
+"""Batches of a step: of simulated replicas in turn, and read during the previous step."""
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,16 +14,15 @@ from torchtitan_scape.data.loader import Batch, NoTextError, TextDataLoader
 from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
-from torchtitan_scape.titan.data import BaseDataLoader, DataloaderExhaustedError
+from torchtitan_scape.titan.data import BaseDataLoader
 from torchtitan_scape.titan.distributed import device_type
 
 
 class SimulatedDataLoader(BaseDataLoader):
     """Data loader that yields `each` batches of each replica's loader in turn, repeatedly.
 
-    It ends when one of the loaders ends, as a run of N ranks does. Its state is the union of the states of all loaders,
-    under the names that they have on N ranks. TorchTitan saves between two steps, when every loader has yielded the
-    same number of batches.
+    Its state is the union of the states of all loaders, under the names that they have on N ranks. TorchTitan saves
+    between two steps, when every loader has yielded the same number of batches.
     """
 
     def __init__(self, loaders: Sequence[TextDataLoader], each: int = 1) -> None:
@@ -32,12 +32,7 @@ class SimulatedDataLoader(BaseDataLoader):
         replicas = [iter(loader) for loader in self.loaders]
         while True:
             for batches in replicas:
-                for _ in range(self.each):
-                    try:
-                        batch = next(batches)
-                    except StopIteration:
-                        return
-                    yield batch
+                yield from islice(batches, self.each)
 
     def empty_documents(self) -> int:
         return sum(loader.empty_documents() for loader in self.loaders)
@@ -84,15 +79,14 @@ def on_host(batch: Batch) -> Batch:
 
 @dataclass
 class StepBatches:
-    """The batches of one step, the time that it took to read each, and the number of labels that count.
-
-    `end` is StopIteration if the data ended before the step was complete, or NoTextError.
+    """The batches of one step, the time that it took to read each, the number of labels that count, and the error that
+    ended reading.
     """
 
     batches: list[Batch] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    end: StopIteration | NoTextError | None = None
+    error: NoTextError | None = None
 
 
 class ReadAheadLoader(BaseDataLoader):
@@ -121,8 +115,8 @@ class ReadAheadLoader(BaseDataLoader):
             begin = time.perf_counter()
             try:
                 batch = next(self._source)
-            except (StopIteration, NoTextError) as error:
-                step.end = error
+            except NoTextError as error:
+                step.error = error
                 break
             step.batches.append(batch)
             step.tokens += int((batch[1] != IGNORE_INDEX).sum())
@@ -141,10 +135,8 @@ class ReadAheadLoader(BaseDataLoader):
             for batch, seconds in zip(step.batches, step.seconds, strict=True):
                 self._seconds = [seconds]
                 yield batch
-            if isinstance(step.end, StopIteration):
-                return
-            if step.end is not None:
-                raise step.end
+            if step.error is not None:
+                raise step.error
 
     def empty_documents(self) -> int:
         """Return the number of empty documents that were skipped."""
@@ -179,39 +171,38 @@ def raise_together(error: ValueError | None, what: str) -> None:
         raise error
 
 
-class EndOfDataSync:
-    """Counts the tokens of a step over all ranks, and ends the run on all of them if the data of one have ended.
+class TokenSum:
+    """Counts the tokens of a step over all ranks, and ends the run on all of them if the data of one have no token.
 
     The sum is the first reduction of a TorchTitan step. It is computed on the host, over `group` (None for a single
     rank), and is started during the previous step, when the batches of a step have been read: the host does not wait
-    for the device, and seldom for other ranks. A rank whose data have ended yields batches without labels, so that it
-    takes part in the sum. Then all ranks raise the same error: DataloaderExhaustedError at the end of the data,
-    NoTextError if the share of a rank has no token. No forward pass of that step is run.
+    for the device, and seldom for other ranks. A rank without a token yields batches without labels, so that it takes
+    part in the sum. Then all ranks raise NoTextError, before the forward pass.
     """
 
     def __init__(self, loader: ReadAheadLoader, group: dist.ProcessGroup | None) -> None:
         self._loader, self._group = loader, group
         self._sum: tuple[dist.Work, torch.Tensor] | None = None
-        self._error: DataloaderExhaustedError | NoTextError | None = None
+        self._error: NoTextError | None = None
 
     def start(self) -> None:
         """Read the batches of the next step and start the sum of their tokens, unless that was done. Collective."""
         step = self._loader.read_step()
         if self._group is None or self._sum is not None:
             return
-        ended, failed = isinstance(step.end, StopIteration), isinstance(step.end, NoTextError)
-        mine = [float(step.tokens), float(ended), float(failed), failed * float(dist.get_rank())]
+        failed = step.error is not None
+        mine = [float(step.tokens), float(failed), failed * float(dist.get_rank())]
         values = torch.tensor(mine, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
         self._sum = work, values
 
     def batches(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of `source`, and if it ends, batches without a label; raise if no other rank exists."""
+        """Yield the batches of `source`, and after an error, batches without a label; raise if no other rank exists."""
         try:
             for batch in source:
                 yield on_host(batch)
-        except (DataloaderExhaustedError, NoTextError) as error:
+        except NoTextError as error:
             if self._group is None:
                 raise
             self._error = error
@@ -220,16 +211,12 @@ class EndOfDataSync:
             yield on_host(({"input": tokens}, torch.full_like(tokens, IGNORE_INDEX)))
 
     def count(self, *args: Any, **kwargs: Any) -> float:
-        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`, or raise, see above."""
+        """Return the tokens of the step on all ranks, in place of TorchTitan's `dist_sum`, or raise NoTextError."""
         assert self._sum is not None
         (work, values), self._sum = self._sum, None
         work.wait()
-        total, n_ended, n_failed, rank = values.tolist()
+        total, n_failed, rank = values.tolist()
         if n_failed:
             where = f"rank {rank:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
-            if isinstance(self._error, NoTextError):
-                raise self._error
-            raise NoTextError(f"the data of {where} have no token; see the message there")
-        if n_ended:
-            raise DataloaderExhaustedError(f"the data of {n_ended:.0f} data-parallel ranks ran out")
+            raise self._error or NoTextError(f"the data of {where} have no token; see the message there")
         return float(total)

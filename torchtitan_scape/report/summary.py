@@ -51,7 +51,6 @@ class SummaryView(Protocol):
     steps_taken: int
     train_seconds: float
     simulated: int
-    ran_out: bool
 
     @property
     def described(self) -> str: ...
@@ -70,8 +69,6 @@ def summarize(trainer: SummaryView) -> None:
     title = f"Summary of {trainer.step} steps ({figures['method']}, {figures['optimizer']}{simulated})"
     rows = _rows(trainer, figures, sent, folder)
     width = max(len(name) for name, _ in rows)
-    if trainer.ran_out:
-        title += f": end of data after {trainer.step} steps"
     logger.info("\n".join([title, *(f"  {name:{width}}  {value}" for name, value in rows)]))
 
 
@@ -92,7 +89,6 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
         "optimizer": trainer.job_config.optimizer.name,
         "steps": trainer.step,
         "tokens": int(tokens_seen),
-        "data_ran_out": trainer.ran_out,
         "empty_documents": int(empty),
         "sequence": trainer.job_config.training.seq_len,
         "training_loss": metrics.last_loss,

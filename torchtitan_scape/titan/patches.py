@@ -94,8 +94,8 @@ def profiler_activities() -> AbstractContextManager[None]:
 def first_token_count(count: Callable[..., float], timer: PhaseTimer) -> Iterator[None]:
     """Replace the first `dist_sum` by `count`, timed as phase "wait". Later calls are unchanged.
 
-    Reason: the first sum of a step counts its tokens. `count` also reduces the end-of-data flags, which then need no
-    separate collective. In this call ranks wait for the slowest data loader.
+    Reason: the first sum of a step counts its tokens, which `count` has started before. In this call ranks wait for the
+    slowest data loader.
     """
     from torchtitan.distributed import utils
 

@@ -24,9 +24,9 @@ from torchtitan_scape.config.job_config import JobConfig, group_options, options
 from torchtitan_scape.core.consistency import ReplicasDifferError
 from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.core.workloads import local_shapes
-from torchtitan_scape.data.loader import NoTextError
 from torchtitan_scape.data.manifest import tokenizer_entries
-from torchtitan_scape.data.read_ahead import EndOfDataSync, ReadAheadLoader
+from torchtitan_scape.data.prepared import PreparedDataLoader
+from torchtitan_scape.data.read_ahead import ReadAheadLoader, TokenSum
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -39,7 +39,6 @@ from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
 from torchtitan_scape.titan import DEVICE_TYPE, patches
-from torchtitan_scape.titan.data import DataloaderExhaustedError
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, init_distributed, set_pg_timeouts
 from torchtitan_scape.titan.trainer import Trainer
 from torchtitan_scape.topology.groups import build_groups, build_level_groups
@@ -110,8 +109,7 @@ class ScapeTrainer(Trainer):
         if trains:
             self.dataloader.per_step = self.gradient_accumulation_steps
             self._count_group = self._build_count_group()
-            self._data_end = EndOfDataSync(self.dataloader, self._count_group)
-        self.ran_out = False
+            self._tokens = TokenSum(self.dataloader, self._count_group)
 
     @property
     def replica_optimizer(self) -> ReplicaOptimizer:
@@ -228,7 +226,7 @@ class ScapeTrainer(Trainer):
     # ------------------------------------------------------------------------------------------ training
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        return self._data_end.batches(self._timed_batches(super().batch_generator(data_iterable)))
+        return self._tokens.batches(self._timed_batches(super().batch_generator(data_iterable)))
 
     def _timed_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches with the time that it took to read them, because the loader returns them later."""
@@ -251,7 +249,7 @@ class ScapeTrainer(Trainer):
             else:
                 loss = super().forward_backward_step(**kwargs)
         if last and self.step < self.job_config.training.steps:
-            self._data_end.start()  # for the next step, while the device computes
+            self._tokens.start()  # for the next step, while the device computes
         # The micro-batches of a simulated replica are consecutive.
         if self.simulated > 1 and self._micro_batches % (self.gradient_accumulation_steps // self.simulated) == 0:
             self.replica_optimizer.stash_replica_gradients()
@@ -266,7 +264,7 @@ class ScapeTrainer(Trainer):
             loss.tokens = 1.0
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step. If the data of some rank ended, all ranks raise an error; the step is not counted."""
+        """Run TorchTitan's step, and what follows it."""
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes:
             self.checkpointer.maybe_wait_for_staging()  # a full exchange changes states that may still be copied
@@ -275,22 +273,17 @@ class ScapeTrainer(Trainer):
         begin = time.perf_counter()
         if self.observation is not None:
             self.observation.before_step(self.step)
-        self._data_end.start()
+        self._tokens.start()
         if self.steps_taken == 0:
             self.metrics_processor.begin(self.step, {} if self.step == 1 else self.checkpointer.record.sent)
-        seen = self.ntokens_seen
         self.metrics_processor.steps_since_log += 1
-        try:
-            with (
-                patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
-                patches.first_token_count(self._data_end.count, self.replica_optimizer.timer)
-                if self._count_group is not None
-                else nullcontext(),
-            ):
-                super().train_step(data_iterator)
-        except (DataloaderExhaustedError, NoTextError):
-            self.step, self.ntokens_seen, self.ran_out = self.step - 1, seen, True
-            raise
+        with (
+            patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
+            patches.first_token_count(self._tokens.count, self.replica_optimizer.timer)
+            if self._count_group is not None
+            else nullcontext(),
+        ):
+            super().train_step(data_iterator)
         self._judge()
         if flushes and not self.replica_optimizer.guard.last_applied():
             self.replica_optimizer.flush()  # the step with the full exchange was skipped
@@ -332,11 +325,22 @@ class ScapeTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""
+        if self.steps_taken == 0:
+            self._limit_passes()
         more = super().should_continue_training()
         if more and self.shutdown is not None and self.replica_optimizer.guard.stop_agreed:
             self._check_replicas()
             self.shutdown.stop_here(self)
         return more
+
+    def _limit_passes(self) -> None:
+        """Reduce the steps of the run to those within `data.epochs` passes over prepared data."""
+        if epochs := self.job_config.data.epochs:
+            assert isinstance(self.dataloader.loader, PreparedDataLoader)
+            last = self.step + self.dataloader.loader.steps_left(epochs)
+            if last < self.job_config.training.steps:
+                logger.info(f"[data] epochs = {epochs}: the run ends after step {last}")
+                self.job_config.training.steps = last
 
     @contextmanager
     def _shared_weights(self) -> Iterator[None]:
@@ -347,7 +351,7 @@ class ScapeTrainer(Trainer):
 
     def _validated(self, step: int, loss: float) -> None:
         if dist.get_rank() == 0:
-            saved = self.checkpointer.saves_at(step, self.ran_out or step == self.job_config.training.steps)
+            saved = self.checkpointer.saves_at(step, step == self.job_config.training.steps)
             self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
 
     def _check_replicas(self) -> None:
@@ -371,25 +375,12 @@ class ScapeTrainer(Trainer):
         if self.observation is not None:
             self.observation.write()
             self.replica_optimizer.observe(None)
-        if self.ran_out:
-            logger.warning(f"The training data ended after {self.step} of {self.job_config.training.steps} steps")
-            saved = self.checkpointer.saves_at(self.step)
-            if self.steps_taken and self.job_config.sync.flush_at_end:
-                self.checkpointer.maybe_wait_for_staging()
-                self.replica_optimizer.flush()
-                saved = False
-            if self.steps_taken and not saved:
-                self._check_replicas()
-                self.checkpointer.save(self.step, last_step=True)
         if self.steps_taken == 0:
             summary = Path(self.job_config.job.dump_folder, "summary.json")
             logger.info(f"The run is already complete: no step remains; {summary} has its results")
             return
-        if self.job_config.validation.enable:
-            if self.validator.last_step != self.step:
-                self.validator.validate(self.model_parts, self.step)
-            elif self.ran_out and self.validator.last_loss is not None:
-                self._validated(self.step, self.validator.last_loss)  # the step's checkpoint now exists
+        if self.job_config.validation.enable and self.validator.last_step != self.step:
+            self.validator.validate(self.model_parts, self.step)
         self.summarize()
 
     def summarize(self) -> None:
