@@ -183,7 +183,7 @@ def measure_observe(_: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     os.environ |= ALONE
     options = [
         *("--sync.method=dense", "--optimizer.name=AdamW", "--topology.simulate_replicas=2", "--observe.enable"),
-        *(f"--observe.windows=[{list(WINDOW)}]", "--observe.histograms", *map(str, HISTOGRAMS)),
+        *(f"--observe.windows=[{list(WINDOW)}]", f"--observe.histograms={list(HISTOGRAMS)}"),
     ]
     with tempfile.TemporaryDirectory() as folder:
         trainer = ScapeTrainer(parse(arguments(folder, STEPS, *options, *rest)))

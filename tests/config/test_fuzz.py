@@ -215,6 +215,14 @@ def test_command_line_errors_name_the_cause(arguments: list[str], message: str) 
     assert re.search(message, outcome([*recipe, *arguments]))
 
 
+def test_lists_on_the_command_line() -> None:
+    given = ["--observe.histograms=1,2", "--observe.windows=[[1,3]]", "--model.converters=a,b"]
+    config = parse([*given, "--parallelism.module_fqns_per_model_part", '[["a"],["b"]]'])
+    assert (config.observe.histograms, config.observe.windows) == ([1, 2], [[1, 3]])
+    assert (config.model.converters, config.parallelism.module_fqns_per_model_part) == (["a", "b"], [["a"], ["b"]])
+    assert parse(["--observe.histograms", "7"]).observe.histograms == [7]
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

@@ -44,7 +44,7 @@ def value_of_text(text: str, expected: Any) -> Any:
             if one == list[str]:
                 return text.split(",")
             if get_origin(one) is list:
-                return json.loads(text)
+                return json.loads(text if text.startswith("[") else f"[{text}]")
         except (ValueError, RecursionError):
             continue
         if _fits(text, one):
