@@ -140,17 +140,6 @@ def test_a_stream_refers_to_a_document_by_a_recent_position(tmp_path: Path, toke
         reader.document([*unit[:5], 1200])
 
 
-def test_positions_of_format_1_are_read(novel: Path, tokenizer: Any) -> None:
-    """They contain the tokens of the rest of a document."""
-    expected = labels(iter(loader(novel, tokenizer)))
-    texts = [json.loads(line)["text"] for f in sorted(novel.glob("*.jsonl")) for line in f.read_text().splitlines()]
-    ids = [token for text in texts[:2] for token in tokenizer.encode(text, add_bos=True, add_eos=True)]
-    old = {"format": 1, "data": ["text_files", 7], "epoch": 0, "empty": 0, "left": [[[2, 7]]], "tokens": ids[17 * 8 :]}
-    again = loader(novel, tokenizer)
-    again.load_state_dict({"dp_rank_0": json.dumps(old), "world_size": 1})
-    assert expected[:8] + labels(iter(again)) == expected
-
-
 def test_no_more_than_a_piece_is_encoded_at_once(novel: Path, tokenizer: Any) -> None:
     """A text of 20 MB took 2.9 GB and 73 s; `prepare` encodes in the same pieces."""
     sizes: list[int] = []

@@ -41,10 +41,7 @@ def test_a_resumed_run_continues_its_series(pool1: Pool, tmp_path: Path) -> None
         *SETTINGS,
         *METHODS["adamw"],
         "--observe.windows=[[2,7],[9,2]]",
-        "--observe.histograms",
-        "3",
-        "8",
-        "12",
+        "--observe.histograms=3,8,12",
     ]
     pool1(run, str(tmp_path), arguments, 8, nothing)
     before, histograms = seen(tmp_path), read(tmp_path / FILE)[1]

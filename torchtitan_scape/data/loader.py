@@ -37,7 +37,6 @@ from torchtitan_scape.titan.data import DATASETS, BaseDataLoader, BaseTokenizer
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-FORMATS = (1, 2)  # Format 1 stores the rest of a document as tokens.
 Partial = list[Any]  # Unit of a document, first character of a piece, tokens of the piece to skip.
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]  # Inputs and labels; without a batch dimension, of a sequence.
 WHOLE = 1 << 26  # Stored bytes up to which all documents are hashed, which takes a tenth of a second.
@@ -424,10 +423,10 @@ class TextDataset:
         restart = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
         try:
             position: dict[str, Any] = parse_json(text)
-            known = position["format"] in FORMATS and isinstance(position["epoch"], int) and position["left"] != []
+            known = position["format"] == FORMAT and isinstance(position["epoch"], int) and position["left"] != []
             known = known and all(isinstance(token, int) for token in position["tokens"])
-            known = known and all(len(partial) == 3 for partial in position.setdefault("partial", []))
-            saved, digests = position["data"], dict(position.get("digests", {}))
+            known = known and all(len(partial) == 3 for partial in position["partial"])
+            saved, digests = position["data"], dict(position["digests"])
         except (TypeError, ValueError, KeyError, AttributeError):
             known = False
         if not known:

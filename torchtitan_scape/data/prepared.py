@@ -410,8 +410,6 @@ class PreparedDataLoader(BaseDataLoader):
         try:
             position = parse_json(state_dict["position"])
             seed, consumed = int(position.pop("seed")), int(position.pop("consumed"))
-            if self.data.sampled:
-                position.setdefault("sampled", self.data.sampled)  # Older checkpoints lack it.
             readable = consumed >= 0 and position.keys() == self._identity().keys()
         except (TypeError, ValueError, KeyError, AttributeError):
             readable = False
