@@ -12,7 +12,7 @@ import pytest
 from torchtitan_scape.checkpoint.storage import FileSum, _write_manifest, find_damage
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.files import pointer_text, write_whole
-from torchtitan_scape.data.manifest import Manifest, Pair
+from torchtitan_scape.data.manifest import Manifest, open_pair
 from torchtitan_scape.huggingface.folder import read_folder
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
@@ -42,7 +42,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "tokenizer": ("tokenizer.json", _tokenizer),
     "prepared data": ("a.bin", _manifest),
     "manifest": ("manifest.json", Manifest.read),
-    "pair": ("a.idx", lambda folder: Pair(folder / "a")),
+    "pair": ("a.idx", lambda folder: open_pair(folder / "a")),
     "weights": ("model.safetensors", _weights),
 }
 

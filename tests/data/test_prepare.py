@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.test_indexed import lengths_of
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare
 from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import text_loader
-from torchtitan_scape.data.manifest import Manifest, Pair, PairWriter
+from torchtitan_scape.data.manifest import Manifest, PairWriter, open_pair
 from torchtitan_scape.titan.data import DATASETS, DatasetConfig
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
@@ -48,8 +49,8 @@ def documents(folder: Path, split: str) -> list[str]:
     config.model.hf_assets_path = str(BYTE_TOKENIZER)
     tokenizer, found = build_tokenizer(config), []
     for shard in Manifest.read(folder).of(split):
-        pair = Pair(folder / shard.name)
-        for ids in np.split(pair.tokens, np.cumsum(pair.lengths)[:-1]):
+        tokens, _ = open_pair(folder / shard.name)
+        for ids in np.split(tokens, np.cumsum(lengths_of(folder / shard.name))[:-1]):
             assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
             found.append(tokenizer.decode(ids[1:-1].tolist()))
     return found
@@ -94,7 +95,7 @@ def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> Non
     read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]
     assert (0 in read[0]) == (border == "bos_eos") and any(1 in row for row in read)
     assert read[0].count(1) == 0
-    shards = [Pair(tmp_path / "out" / shard.name).tokens for shard in Manifest.read(tmp_path / "out").shards]
+    shards = [open_pair(tmp_path / "out" / shard.name)[0] for shard in Manifest.read(tmp_path / "out").shards]
     assert [token for row in read for token in row] == np.concatenate(shards)[: 16 * len(read)].tolist()
 
 

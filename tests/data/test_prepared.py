@@ -366,7 +366,7 @@ def test_the_position_of_a_pair_belongs_to_its_tokens(tmp_path: Path, tokenizer:
     one = build_dataloader(1, 0, tokenizer, config_of(literal(tmp_path / "one", [[1] * 100])))
     other = build_dataloader(1, 0, tokenizer, config_of(literal(tmp_path / "other", [[1] * 99 + [2]])))
     state = one.state_dict()
-    with pytest.raises(ValueError, match=r"sampled = .*; use the same data"):
+    with pytest.raises(ValueError, match=r"data = .*; use the same data"):
         other.load_state_dict(state)
 
 

@@ -148,58 +148,40 @@ def map_tokens(path: Path, dtype: np.dtype[Any]) -> Tokens:
     return np.asarray(np.memmap(path, unsigned, "r"))
 
 
-class Pair:
-    """A memory-mapped pair: all ids, of unsigned type, and the tokens of each sequence, int32.
+def open_pair(prefix: Path) -> tuple[Tokens, str]:
+    """Return the memory-mapped ids of a pair, of unsigned type, and a digest of the index and of a sample of the ids.
 
-    Raises ValueError if a file is missing, has another format, or is damaged: its size is inconsistent, or sequences
-    are not contiguous.
+    Raises ValueError if a file is missing, has another format, or has another size than the index says.
     """
-
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = prefix
-        path, index_path = paths_of(prefix)
-        try:
-            refuse_pointers(path, index_path)
-            index = np.asarray(np.memmap(index_path, np.uint8, "r")) if index_path.stat().st_size else np.empty(0, "u1")
-            size = path.stat().st_size
-        except OSError as error:
-            raise ValueError(
-                f"{error.filename}: {error.strerror}; a pair is {path.name} and {index_path.name}"
-            ) from None
-        if len(index) < _HEADER.size or bytes(index[:9]) != MAGIC:
-            raise ValueError(f"{index_path} is not an index of Megatron's format")
-        _, version, code, n, n_documents = _HEADER.unpack(bytes(index[: _HEADER.size]))
-        if version != VERSION or code not in DTYPES:
-            raise ValueError(f"{index_path} has version {version} and type {code}; known are {VERSION} and {[*DTYPES]}")
-        self.dtype, self.documents = DTYPES[code], n_documents - 1
-        min_bytes = _HEADER.size + 12 * n + 8 * n_documents
-        if len(index) not in (min_bytes, min_bytes + n):
-            raise ValueError(f"{index_path} is damaged: {len(index)} bytes, {min_bytes} expected for {n} sequences")
-        # The header of 34 bytes is not a multiple of an item's size, so the views are taken from bytes.
-        ends = np.cumsum([_HEADER.size, 4 * n, 8 * n, 8 * n_documents])
-        self.lengths, offsets, first = (
-            index[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
-        )
-        # Before any pass over the index, which may be a sparse file of any length.
-        if n and (size == 0 or int(offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize != size):
-            raise ValueError(f"{path} is damaged: {size} bytes, other than {index_path.name} says")
-        filled = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
-        if n and not ((self.lengths >= 0).all() and offsets[0] == 0 and (offsets[1:] == filled[:-1]).all()):
-            raise ValueError(f"{index_path} is damaged: its sequences do not follow each other")
-        if n_documents < 1 or first[0] != 0 or first[-1] != n or (np.diff(first) < 0).any():
-            raise ValueError(f"{index_path} is damaged: its documents do not follow each other")
-        if size != (expected := int(filled[-1]) if n else 0):
-            raise ValueError(f"{path} is damaged: {size} bytes, {expected} expected by {index_path.name}")
-        self.tokens = map_tokens(path, self.dtype)
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the index, which is different for almost all sets of documents."""
-        return digest_of(paths_of(self.prefix)[1])
-
-    def sampled_digest(self) -> str:
-        """Return the SHA-256 of 1,024 evenly spaced runs of 64 ids."""
-        begins = np.linspace(0, max(0, len(self.tokens) - 64), 1024).astype(int)
-        return hashlib.sha256(b"".join(self.tokens[begin : begin + 64].tobytes() for begin in begins)).hexdigest()
+    path, index_path = paths_of(prefix)
+    try:
+        refuse_pointers(path, index_path)
+        size, index_size = path.stat().st_size, index_path.stat().st_size
+        with open(index_path, "rb") as file:
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size or not header.startswith(MAGIC):
+                raise ValueError(f"{index_path} is not an index of Megatron's format")
+            _, version, code, n, n_documents = _HEADER.unpack(header)
+            if version != VERSION or code not in DTYPES:
+                known = f"known are {VERSION} and {[*DTYPES]}"
+                raise ValueError(f"{index_path} has version {version} and type {code}; {known}")
+            file.seek(_HEADER.size + 4 * max(0, n - 1))
+            last_length = int.from_bytes(file.read(4), "little")
+            file.seek(_HEADER.size + 4 * n + 8 * max(0, n - 1))
+            last_offset = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}; a pair is {path.name} and {index_path.name}") from None
+    min_bytes = _HEADER.size + 12 * n + 8 * n_documents
+    if index_size not in (min_bytes, min_bytes + n):
+        raise ValueError(f"{index_path} is damaged: {index_size} bytes, {min_bytes} expected for {n} sequences")
+    expected = last_offset + last_length * DTYPES[code].itemsize if n else 0
+    if size != expected or (n and not size):
+        raise ValueError(f"{path} is damaged: {size} bytes, {expected} expected by {index_path.name}")
+    tokens = map_tokens(path, DTYPES[code])
+    # Pairs of equally long documents have equal indices.
+    begins = np.linspace(0, max(0, len(tokens) - 64), 1024).astype(int)
+    sample = b"".join(tokens[begin : begin + 64].tobytes() for begin in begins)
+    return tokens, hashlib.sha256(digest_of(index_path).encode() + sample).hexdigest()[:16]
 
 
 def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any]) -> str:

@@ -30,9 +30,9 @@ from torchtitan_scape.data.manifest import (
     TRAIN,
     VALIDATION,
     Manifest,
-    Pair,
     Tokens,
     map_tokens,
+    open_pair,
     paths_of,
     tokenizer_facts,
 )
@@ -88,10 +88,9 @@ class Split:
 
     Args:
         shards: Path without extension, and tokens of unsigned type, of each shard; none is empty.
-        digest: Digest of the manifest, or of the index of a single pair.
+        digest: Digest of the manifest, or of a pair.
         entries: Entries of the tokenizer.
         bytes_per_token: UTF-8 bytes of text per token; None if unknown.
-        sampled: Digest of a sample of the tokens, for a pair, whose index has only their number; "" otherwise.
     """
 
     def __init__(
@@ -100,13 +99,12 @@ class Split:
         digest: str,
         entries: int,
         bytes_per_token: float | None = None,
-        sampled: str = "",
     ) -> None:
         self._names = [name for name, _ in shards]
         self._shards = [tokens for _, tokens in shards]
         self._ends = np.cumsum([0, *map(len, self._shards)]).tolist()[1:]
         self.tokens, self.digest, self.bytes_per_token = (self._ends or [0])[-1], digest, bytes_per_token
-        self.sampled, self._entries = sampled, entries
+        self._entries = entries
 
     def samples(self, seq_len: int) -> int:
         return max(0, (self.tokens - 1) // seq_len)
@@ -210,12 +208,11 @@ def _from_pair(key: str, path: Path, facts: dict[str, Any], job: JobConfig) -> S
             f"{key}: {str(path)!r} is a pair, which has no splits: use a separate pair or another dataset for "
             "validation"
         )
-    pair = Pair(prefix)
+    tokens, digest = open_pair(prefix)
     logger.warning(
         f"{prefix} does not record its tokenizer: {job.model.hf_assets_path} must contain the one that encoded it"
     )
-    digest, sampled = pair.digest()[:16], pair.sampled_digest()[:16]
-    return Split([(str(prefix), pair.tokens)], digest, facts["entries"], sampled=sampled)
+    return Split([(str(prefix), tokens)], digest, facts["entries"])
 
 
 def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConfig) -> Split:
@@ -255,7 +252,7 @@ class Blend:
     `counts` are the samples of each set per period. A weight with which a set would never be read is a ValueError.
     """
 
-    sampled, bytes_per_token = "", None
+    bytes_per_token = None
 
     def __init__(self, parts: Sequence[tuple[float, Split]]) -> None:
         self.parts = [part for _, part in parts]
@@ -270,7 +267,7 @@ class Blend:
         self._set = np.repeat(np.arange(len(parts)), self.counts)[slots]
         self._number = np.concatenate([np.arange(n) for n in self.counts])[slots]
         self.tokens = sum(part.tokens for part in self.parts)
-        identity = repr([(int(n), part.digest, part.sampled) for n, part in zip(self.counts, self.parts, strict=True)])
+        identity = repr([(int(n), part.digest) for n, part in zip(self.counts, self.parts, strict=True)])
         self.digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def samples(self, seq_len: int) -> int:
@@ -324,8 +321,8 @@ def open_training(config: Training, tokenizer: BaseTokenizer, job: JobConfig) ->
 class PreparedDataLoader(BaseDataLoader):
     """Data loader of one rank, which reads for `simulated` replicas in turn.
 
-    Its state is {"position": JSON of format, data (the manifest's digest), samples, seq_len, seed, consumed}, and for a
-    pair also `sampled`. Between two steps it is equal on all ranks. The seed is restored from it.
+    Its state is {"position": JSON of format, data (the digest), samples, seq_len, seed, consumed}. Between two steps it
+    is equal on all ranks. The seed is restored from it.
 
     Args:
         batch, seq_len: Rows and sequence length of a micro-batch.
@@ -392,8 +389,7 @@ class PreparedDataLoader(BaseDataLoader):
         return 0
 
     def _identity(self) -> dict[str, Any]:
-        identity = {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
-        return {**identity, "sampled": self.data.sampled} if self.data.sampled else identity
+        return {"format": FORMAT, "data": self.data.digest, "samples": self.samples, "seq_len": self.seq_len}
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": json.dumps({**self._identity(), "seed": self.seed, "consumed": self.consumed})}
