@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan_scape.config.job_config import Data, JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
@@ -130,26 +130,6 @@ def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     digests = TextDataset("text_files", str(tmp_path / "a.jsonl"), encoder, 4).digests
     assert digests["tokenizer"] == tokenizer_digest(tokenizer.to_str())  # That of checkpoints of earlier versions.
-
-
-def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library panics, with an error that is no Exception, if a regular expression takes exponential time."""
-    made(tmp_path, ["</s>"], eos_token="</s>")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+)+$|(a+)+$"), "isolated")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    job = JobConfig()
-    job.model.hf_assets_path = str(tmp_path)
-    with pytest.raises(ValueError, match=r"cannot be read: it fails on runs of equal characters .*retry-lim"):
-        build_tokenizer(job)
-    monkeypatch.setattr("torchtitan_scape.titan.tokenizer._PROBE", "")
-    encoder = BoundaryTokenizer(build_tokenizer(job), "eos")
-    with pytest.raises(
-        ValueError, match=r"the tokenizer failed on a text of 65 characters, 'x{40}'\.{3}: .*; use another"
-    ):
-        encoder.encode("x" * 64 + "!")
-    with pytest.raises(ValueError, match=r"on a text of 66 characters, 'x{40}'"):
-        BoundaryTokenizer(build_tokenizer(job), "eos").encode_documents(["ab", "x" * 65 + "!"])
 
 
 def test_the_largest_token_is_compared_with_the_embedding(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,9 +155,11 @@ def test_no_more_than_a_piece_is_encoded_at_once(novel: Path, tokenizer: Any) ->
 
     text = " ".join(f"w{i}" for i in range(3000))
     encoder, whole = BoundaryTokenizer(tokenizer, "bos_eos"), tokenizer.encode(text, add_bos=True, add_eos=True)
-    encoder._ids = Recorded(encoder._ids)
+    library = encoder.tokenizer
+    encoder.tokenizer = SimpleNamespace(
+        to_str=library.to_str, encode=Recorded(library.encode), encode_batch_fast=Recorded(library.encode_batch_fast)
+    )
     assert encoder.encode(text) == whole
-    encoder._ids_of_each = Recorded(encoder._ids_of_each)
     ids, lengths = encoder.encode_documents(["short", text, "x"])
     assert ids[7 : 7 + len(whole)].tolist() == whole and lengths == [7, len(whole), 3]
     assert max(sizes) < PIECE + 10 and sum(sizes) == 2 * len(text) + 6

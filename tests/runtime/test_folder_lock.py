@@ -12,7 +12,7 @@ import pytest
 
 from tests.server import ROOT
 from torchtitan_scape.runtime import folder_lock
-from torchtitan_scape.runtime.folder_lock import NAME, FolderLock
+from torchtitan_scape.runtime.folder_lock import HOLDER, NAME, FolderLock
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def test_the_lock_of_a_killed_run_is_taken_over(other: "subprocess.Popen[str]", 
     other.send_signal(signal.SIGKILL)
     lock = FolderLock(tmp_path)
     lock.release()
-    assert not (tmp_path / NAME).exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_without_an_owner_is_no_lock(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text("left by another program")
+    for name in (NAME, HOLDER):
+        (tmp_path / name).write_text("left by another program")
     FolderLock(tmp_path).release()
 
 
@@ -63,10 +64,10 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ValueError, match=rf"written to {tmp_path} \(No space left on device\); .*--job.dump_folder"):
         FolderLock(tmp_path)
-    assert not (tmp_path / NAME).exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_name_is_no_folder() -> None:

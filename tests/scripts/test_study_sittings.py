@@ -70,7 +70,7 @@ class Sittings:
             while not (self.out / "checkpoint" / f"step-{step}" / MANIFEST).is_file():
                 assert study.poll() is None, "the run has ended before its checkpoint was found"
                 time.sleep(0.01)
-            trainer = json.loads((self.out / "run.lock").read_text())["process"]
+            trainer = json.loads((self.out / "run.lock.json").read_text())["process"]
         finally:
             study.kill()
             study.wait()

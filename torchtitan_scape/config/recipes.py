@@ -3,12 +3,11 @@
 All code reads recipes with this module, including scripts. It imports neither torch nor TorchTitan.
 """
 
-import errno
 import os
-import stat
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unicodedata import category
 
@@ -16,7 +15,6 @@ from torchtitan_scape.core.files import packaged
 from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.core.type_checks import short
 
-MAX_BYTES = 1 << 20  # of a file
 MAX_DEPTH = 4  # of a chain of files that extend each other
 # First words of a resolved.toml (see `resolved`), and of its line with the files of the recipe. `load` recognizes the
 # files by these, so that the text cannot change.
@@ -101,23 +99,12 @@ def _recorded_files(text: str) -> list[str]:
 
 def _read(chain: tuple[str, ...]) -> tuple[str, Table]:
     try:
-        text = _content(chain[-1]).decode("utf-8-sig")
+        text = Path(chain[-1]).read_text(encoding="utf-8-sig")
         return text, tomllib.loads(text)
     except OSError as error:
         raise ValueError(f"the recipe {_one_line(chain)} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, numbers of too many digits, deep nesting
         raise ValueError(f"the recipe {_one_line(chain)} is not valid TOML: {' '.join(str(error).split())}") from None
-
-
-def _content(path: str) -> bytes:
-    """Return the content of a regular file: devices may have no end, and pipes no writer."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "it is not a file")
-    with open(path, "rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes")
-    return content
 
 
 def _extended(name: str, given: Any) -> list[str]:

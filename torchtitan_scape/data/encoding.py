@@ -29,7 +29,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 from torchtitan_scape.titan.data import BaseTokenizer
-from torchtitan_scape.titan.tokenizer import panic_text
 
 logger = logging.getLogger(__name__)
 
@@ -196,18 +195,20 @@ class BoundaryTokenizer:
     def encode_pieces(self, text: str, begin: int = 0) -> Iterator[tuple[int, list[int]]]:
         """Yield the index of the first character and the ids of each piece of a text, from `begin` on."""
         for first, piece, last in self._split(text, begin):
-            yield first, self._around(first, self._ids(piece), last)
+            ids = self.tokenizer.encode(piece, add_special_tokens=False).ids
+            yield first, self._around(first, ids, last)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [token for _, ids in self.encode_pieces(text) for token in ids]
 
-    def encode_documents(self, texts: Sequence[str]) -> tuple["array[int]", list[int]]:
-        """Return the concatenated ids of all texts, and the number of ids of each."""
+    def encode_documents(self, documents: Sequence[str]) -> tuple["array[int]", list[int]]:
+        """Return the concatenated ids of all documents, and the number of ids of each."""
         ids, ends = array("i"), [0]
-        for pieces in groups(chain.from_iterable(map(self._split, texts))):
-            encoded = self._ids_of_each([piece for _, piece, _ in pieces])
-            for (first, _, last), piece_ids in zip(pieces, encoded, strict=True):
-                ids.extend(array("i", self._around(first, piece_ids, last)))
+        for pieces in groups(chain.from_iterable(map(self._split, documents))):
+            texts = [piece for _, piece, _ in pieces]
+            encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for (first, _, last), one in zip(pieces, encoded, strict=True):
+                ids.extend(array("i", self._around(first, one.ids, last)))
                 if last:
                     ends.append(len(ids))
         return ids, [end - begin for begin, end in pairwise(ends)]
@@ -215,22 +216,3 @@ class BoundaryTokenizer:
     def _around(self, first: int, ids: list[int], last: bool) -> list[int]:
         """Return the ids of a piece with those before and after its document, if the piece begins or ends it."""
         return (self._before if first == 0 else []) + ids + (self._after if last else [])
-
-    def _ids(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError if the tokenizer fails on it."""
-        try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
-        except BaseException as error:
-            if reason := panic_text(error):
-                text = f"a text of {len(text):,} characters, {text[:40]!r}..."
-                raise ValueError(f"the tokenizer failed on {text}: {reason}") from None
-            raise
-
-    def _ids_of_each(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            return [one.ids for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        except BaseException as error:
-            if not panic_text(error):
-                raise
-        return [self._ids(text) for text in texts]  # Raises the error of the text on which it fails.

@@ -15,9 +15,6 @@ logger = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _OTHER_FILES = ("merges.txt", "tokenizer_config.json")
-_REGEX = "use another tokenizer, or correct the regular expressions of its pre_tokenizer"
-# A regular expression that takes exponential time on a run of equal characters makes the library panic.
-_PROBE = "".join(f"{character * 64}!\n" for character in "a A0 \n-_.é中")
 
 
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
@@ -41,20 +38,6 @@ def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
             tokenizer.tokenizer.add_special_tokens([END_OF_TEXT])
 
 
-def panic_text(error: BaseException) -> str:
-    """Return the message of a panic of the tokenizers library, which is no Exception; "" for another error."""
-    return f"{one_line(error)}; {_REGEX}" if type(error).__name__ == "PanicException" else ""
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text; none if the tokenizer has no token for a part of it, nor one for unknown text."""
-    try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-    except Exception:  # The tokenizers library raises no narrower type.
-        return []
-
-
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
     """Return TorchTitan's tokenizer from the folder `model.hf_assets_path`, or raise ValueError."""
     folder = Path(job_config.model.hf_assets_path)
@@ -66,17 +49,11 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         )
     if not any((folder / name).is_file() for name in _FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
-    cannot = f"model.hf_assets_path: {str(folder)!r} cannot be read"
     try:
         refuse_pointers(*(folder / name for name in (*_FILES, *_OTHER_FILES)))
         tokenizer = build_hf_tokenizer(job_config)
-        _ids(tokenizer.tokenizer, _PROBE)
     except Exception as error:  # The tokenizers library raises no narrower type.
-        raise ValueError(f"{cannot}: {one_line(error)}") from error
-    except BaseException as error:
-        if reason := panic_text(error):
-            raise ValueError(f"{cannot}: it fails on runs of equal characters ({reason})") from None
-        raise
+        raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
     # A published tokenizer.json may enable truncation, or padding to the longest document of a batch.
     tokenizer.tokenizer.no_truncation()
     tokenizer.tokenizer.no_padding()
