@@ -12,11 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.runtime.shutdown import setup_error
 from torchtitan_scape.titan import patches
-from torchtitan_scape.titan.components import MetricsProcessor
-from torchtitan_scape.trainer.metrics import ReplicaMetrics
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -136,10 +133,3 @@ def test_lspci_that_cannot_be_run_is_a_missing_one(tmp_path: Path, monkeypatch: 
     with patches.optional_lspci():
         assert utils.get_peak_flops("NVIDIA H200") == 989e12
     assert not isinstance(utils.subprocess, SimpleNamespace)
-
-
-def test_a_folder_of_tensorboard_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MetricsProcessor, "__init__", lambda *_: full_disk())
-    config: Any = JobConfig()
-    with pytest.raises(ValueError, match=r"\[metrics\] save_tb_folder: outputs/tb cannot .* space there, or set --job"):
-        ReplicaMetrics(config, None)  # type: ignore[arg-type]

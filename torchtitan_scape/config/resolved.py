@@ -80,21 +80,15 @@ class Resolved:
         return "\n".join(lines) + "\n"
 
     def write(self, folder: str) -> None:
-        """Write resolved.toml, or raise ValueError. A file with the same values is kept, with its origins."""
+        """Write resolved.toml, or raise OSError. A file with the same values is kept, with its origins."""
         path, text = Path(folder) / FILE, self.text()
         try:
             if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):
                 return
         except (OSError, ValueError):
             pass  # it does not exist, or is not readable
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text)
-        except OSError as error:
-            raise ValueError(
-                f"[job] dump_folder = {folder!r} cannot be written to: {error.strerror}; free space there, or set "
-                "--job.dump_folder to another folder"
-            ) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
 
 
 def toml(value: Any) -> str:

@@ -71,11 +71,6 @@ def _split_of(path: Path, root: Path) -> str | None:
     return next((split for name in names for split in _SPLITS if name.lower().startswith(split)), None)
 
 
-def _check_readable(path: Path, folder: bool) -> None:
-    if not os.access(path, os.R_OK | (os.X_OK if folder else 0)):
-        raise ValueError(f"dataset_path: {str(path)!r} is not readable by this user: check its permissions")
-
-
 def _files_below(root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the files below a folder, hidden ones excluded, and whether each may contain documents.
 
@@ -139,7 +134,6 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     root = Path(path)
     if not root.exists():
         raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {EXPECTED}")
-    _check_readable(root, root.is_dir())
     if root.is_dir():
         below = sorted(_files_below(root))
         files = text_files = [file for file, is_data in below if is_data]
@@ -161,7 +155,6 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
                 f"sub-folders whose names begin with {split!r}, or dataset text_files to read all files"
             )
     for file in files:
-        _check_readable(file, folder=False)
         if text := pointer_text(file):
             raise ValueError(f"dataset_path: {text}")
     files = [file for file in _without_links(root, files) if file.stat().st_size > 0]

@@ -6,7 +6,6 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -95,14 +94,7 @@ class ReplicaMetrics(MetricsProcessor):
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
     ) -> None:
-        try:
-            super().__init__(job_config, parallel_dims, tag)
-        except OSError as error:
-            folder = Path(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
-            raise ValueError(
-                f"[metrics] save_tb_folder: {folder} cannot be written to ({error.strerror}); free space there, or set "
-                "--job.dump_folder to another folder"
-            ) from error
+        super().__init__(job_config, parallel_dims, tag)
         self.last_loss: float | None = None
         self.zero_gradient = False  # whether some rank's gradient norm was exactly 0 at the last logged step
         self.steps_since_log = 0
