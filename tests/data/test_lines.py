@@ -197,8 +197,6 @@ def test_a_full_disk_is_no_damage_of_the_data(
     write(tmp_path / "a.jsonl", GOOD)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["document"]}), tmp_path / "a.parquet")
     monkeypatch.setattr(local, "_copy", full)
-    with pytest.raises(
-        ValueError, match=rf"^HF_DATASETS_CACHE: {cache}/.* \(No space left on device\); free space there"
-    ):
+    with pytest.raises(OSError, match="No space left on device"):
         ours.load_text_files(tmp_path / name)
     assert not list((cache / "torchtitan_scape").glob("*.arrow"))

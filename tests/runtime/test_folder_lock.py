@@ -52,20 +52,12 @@ def test_a_file_without_an_owner_is_no_lock(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
-@pytest.mark.parametrize("folder", ["/proc/none", "/dev/null/out"])
-def test_a_folder_that_cannot_be_written_is_named(folder: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"nothing can be written to {folder} .*; free space there, or choose another folder"
-    ):
-        FolderLock(folder)
-
-
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ValueError, match=rf"written to {tmp_path} \(No space left on device\); .*--job.dump_folder"):
+    with pytest.raises(OSError, match="No space left on device"):
         FolderLock(tmp_path)
     assert not list(tmp_path.iterdir())
 

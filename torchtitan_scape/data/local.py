@@ -294,7 +294,8 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
     readers skip.
 
     Raises:
-        ValueError: The files, their format or a line are unusable, or the cache cannot be written to.
+        ValueError: The files, their format or a line are unusable.
+        OSError: The cache cannot be written to.
     """
     files = find_text_files(path, split)
     builder = _BUILDERS[cast(str, _ending(files[0]))]
@@ -304,20 +305,14 @@ def load_text_files(path: str | os.PathLike[str], split: str | None = None, colu
     key = hashlib.sha256(json.dumps([5, builder, stats, column]).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "torchtitan_scape"
     copy = cache / f"{key}.arrow"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{copy}.lock"):
-            if not copy.exists():
-                part = copy.with_suffix(".part")
-                try:
-                    if not _copy(_texts(files, builder, column), part):
-                        raise ValueError(f"dataset_path: {str(path)!r} has zero documents with text")
-                    part.rename(copy)
-                finally:
-                    part.unlink(missing_ok=True)
-    except OSError as error:  # Errors of reading the files are ValueErrors.
-        raise ValueError(
-            f"HF_DATASETS_CACHE: {cache} cannot be written to ({error.strerror or one_line(error)}); free space there, "
-            "or set HF_DATASETS_CACHE to another folder"
-        ) from error
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{copy}.lock"):
+        if not copy.exists():
+            part = copy.with_suffix(".part")
+            try:
+                if not _copy(_texts(files, builder, column), part):
+                    raise ValueError(f"dataset_path: {str(path)!r} has zero documents with text")
+                part.rename(copy)
+            finally:
+                part.unlink(missing_ok=True)
     return Dataset.from_file(str(copy))

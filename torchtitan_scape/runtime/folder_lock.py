@@ -20,7 +20,10 @@ WAIT_SECONDS = 5.0  # for an earlier run that is about to end
 
 
 class FolderLock:
-    """The lock of a folder, held until `release` or the end of this process. ValueError if another run holds it."""
+    """The lock of a folder, held until `release` or the end of this process.
+
+    Raises ValueError if another run holds it, OSError if the folder cannot be written to.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if not str(folder):
@@ -38,13 +41,10 @@ class FolderLock:
                 f"{folder} is in use by {self._holder()}; wait for its end, or choose another folder with "
                 "--job.dump_folder"
             ) from None
-        except OSError as error:
+        except OSError:
             if self._lock.is_locked:
                 self.release()
-            raise ValueError(
-                f"nothing can be written to {folder} ({error.strerror}); free space there, or choose another folder "
-                "with --job.dump_folder"
-            ) from None
+            raise
 
     def _holder(self) -> str:
         try:
