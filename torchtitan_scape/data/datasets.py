@@ -30,7 +30,6 @@ from torchtitan_scape.data.loader import TextDataLoader, text_loader
 from torchtitan_scape.data.local import EXPECTED, TextPath, load_text_files
 from torchtitan_scape.data.prepared import NAME, PreparedDataLoader, build_prepared
 from torchtitan_scape.data.read_ahead import SimulatedDataLoader
-from torchtitan_scape.titan.config import Training, Validation
 from torchtitan_scape.titan.data import DATASETS, BaseTokenizer, DatasetConfig
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def unreachable() -> str:
     return ""
 
 
-# TorchTitan reads a dataset again right after `check_dataset` counted its documents.
+# All readers of a process, such as simulated replicas, read the same files.
 _read_once = functools.lru_cache(maxsize=4)(load_text_files)
 
 
@@ -142,23 +141,6 @@ _OURS = {
 DATASETS.update(_OURS)
 
 
-def check_dataset(section: str, config: Training | Validation, text_column: str, dp_world_size: int) -> None:
-    """Refuse configurations in which ranks read nothing, or documents twice. The result is the same on all ranks."""
-    name, path = config.dataset.lower(), config.dataset_path
-    if name not in DATASETS:
-        raise ValueError(f"{section}.dataset: {name!r} is unknown; known are {', '.join(sorted({*DATASETS, NAME}))}")
-    # Documents of TorchTitan's own datasets and of streams cannot be counted in advance.
-    if name not in _OURS or not isinstance(
-        data := _OURS[name].loader(TextPath(path or _OURS[name].path, text_column)), Dataset
-    ):
-        return
-    if len(data) < dp_world_size:
-        raise ValueError(
-            f"{section}.dataset: {name!r} has {len(data)} documents for {dp_world_size} data-parallel ranks; "
-            "provide at least one document per rank (a .txt file is one document)"
-        )
-
-
 def build_dataloader(
     dp_world_size: int,
     dp_rank: int,
@@ -185,7 +167,6 @@ def build_dataloader(
             f"[data] epochs = {job_config.data.epochs} with training.dataset = {training.dataset!r}, whose number of "
             "tokens is unknown; prepare the data (python -m torchtitan_scape.data.prepare), or set training.steps"
         )
-    check_dataset("training", training, training.text_column, readers)
     own = training.text_column, tokenizer, job_config.data.border
     loaders = [text_loader(training, *own, reader, readers) for reader in range(dp_rank, readers, dp_world_size)]
     if simulated == 1:

@@ -315,7 +315,8 @@ class TextDataset:
         passes: int = 0,
     ) -> None:
         self.dataset_name, self.seq_len, self.passes = name.lower(), seq_len, passes
-        config = DATASETS[self.dataset_name]
+        if (config := DATASETS.get(self.dataset_name)) is None:
+            raise ValueError(f"dataset {name!r} is unknown; known are prepared, {', '.join(sorted(DATASETS))}")
         self._text: Callable[[dict[str, Any]], str] = config.sample_processor
         self._data = documents(self.dataset_name, config.loader(path or config.path), self._text, rank, world)
         self._tokenizer = tokenizer
@@ -340,7 +341,7 @@ class TextDataset:
         if now == self._at_epoch_start:
             raise NoTextError(
                 f"{self.dataset_name}: the share of data-parallel reader {self._data.rank} of {self._data.world} has "
-                "no token in a whole epoch; check the data, or use fewer ranks"
+                "no token in a whole epoch; check the data, or use fewer ranks (a .txt file is one document)"
             )
         self._at_epoch_start = now if self._data.whole else None
         if self.passes and self._data.epoch >= self.passes:

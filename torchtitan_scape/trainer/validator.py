@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.datasets import check_dataset
 from torchtitan_scape.data.loader import Batch, text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.read_ahead import SimulatedDataLoader, raise_together
@@ -79,8 +78,6 @@ def validation_batches(
             f"validation.steps: {validation.steps}; give the number of batches, e.g. 10, or -1 for the whole split"
         )
     prepared = validation.dataset.lower() == NAME
-    if not prepared:
-        check_dataset("validation", validation, config.training.text_column, world * simulated)
     own = config.training.text_column, tokenizer, config.data.border
     text = [(validation, *own, reader, world * simulated) for reader in readers]
     error: ValueError | None = None
