@@ -18,6 +18,7 @@ from datasets import Dataset
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import EMBEDDED_TOKENIZER
 from torchtitan_scape.data import datasets as ours
+from torchtitan_scape.data import local
 from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import NoTextError, TextDataset
 from torchtitan_scape.titan.tokenizer import build_tokenizer
@@ -150,10 +151,11 @@ def test_a_local_copy_of_a_hub_set_is_split_by_name(tmp_path: Path, layout: str)
 
 
 def _unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = _jsonl(tmp_path / "a.jsonl")
-    real = os.access  # Simulated, because the superuser may read everything.
-    monkeypatch.setattr(os, "access", lambda p, mode: Path(p) != path and real(p, mode))
-    return path
+    def denied(path: Path) -> Any:  # Simulated, because the superuser may read everything.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(local, "open_lines", denied)
+    return _jsonl(tmp_path / "a.jsonl")
 
 
 def _mixed(tmp_path: Path) -> Path:
@@ -188,7 +190,7 @@ def _written(path: Path, content: str) -> Path:
 
 MISTAKES = {
     "missing": (lambda t, m: t / "none", r"none' does not exist; expected .*\.jsonl"),
-    "unreadable": (_unreadable, r"a\.jsonl' is not readable"),
+    "unreadable": (_unreadable, r"a\.jsonl' cannot be read as json: .*Permission denied"),
     "no supported file": (
         lambda t, m: _written(t / "a.csv", "text\nx\n").parent,
         r"has no text; expected .*\.jsonl",
