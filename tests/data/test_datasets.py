@@ -16,9 +16,8 @@ import torch
 from datasets import Dataset
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data import EMBEDDED_TOKENIZER
+from torchtitan_scape.data import EMBEDDED_TOKENIZER, local
 from torchtitan_scape.data import datasets as ours
-from torchtitan_scape.data import local
 from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import NoTextError, TextDataset
 from torchtitan_scape.titan.tokenizer import build_tokenizer
