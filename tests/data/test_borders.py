@@ -12,7 +12,7 @@ from torchtitan_scape.config.job_config import Data, JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.encoding import BoundaryTokenizer, border_ids
-from torchtitan_scape.data.loader import TextDataset, tokenizer_digest
+from torchtitan_scape.data.loader import TextDataLoader, tokenizer_digest
 from torchtitan_scape.titan.tokenizer import END_OF_TEXT, build_tokenizer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -87,7 +87,7 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     assert got.count(eos) == 1 and bos not in got and tokenizer.decode(got) == "abcd"
     (inputs, _) = next(
-        iter(TextDataset("text_files", str(tmp_path / "a.jsonl"), BoundaryTokenizer(tokenizer, "bos_eos"), 4))
+        TextDataLoader("text_files", str(tmp_path / "a.jsonl"), BoundaryTokenizer(tokenizer, "bos_eos"), 4).sequences()
     )
     assert inputs["input"].tolist()[0] == bos
     with pytest.raises(ValueError, match="border"):
@@ -128,7 +128,7 @@ def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> No
     encoder = BoundaryTokenizer(built, "eos")
     assert built.eos_id == 256 and encoder.encode(f"a{END_OF_TEXT}").count(256) == 1
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
-    digests = TextDataset("text_files", str(tmp_path / "a.jsonl"), encoder, 4).digests
+    digests = TextDataLoader("text_files", str(tmp_path / "a.jsonl"), encoder, 4).digests
     assert digests["tokenizer"] == tokenizer_digest(tokenizer.to_str())  # That of checkpoints of earlier versions.
 
 

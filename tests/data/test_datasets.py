@@ -19,7 +19,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, local
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import NoTextError, TextDataset
+from torchtitan_scape.data.loader import NoTextError, TextDataLoader
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer import validator
 
@@ -106,9 +106,9 @@ def test_formats_give_batches_of_the_right_shape(tmp_path: Path, tokenizer: Any)
         _txt(tmp_path / "txt"),
     ]
     for path in paths:
-        data = TextDataset("text_files", str(path), BoundaryTokenizer(tokenizer, "bos_eos"), seq_len=32)
+        data = TextDataLoader("text_files", str(path), BoundaryTokenizer(tokenizer, "bos_eos"), seq_len=32)
         assert data._data.size() == len(TEXTS)
-        inputs, labels = next(iter(data))
+        inputs, labels = next(data.sequences())
         assert inputs["input"].shape == labels.shape == (32,)
         assert inputs["input"].dtype == labels.dtype == torch.int64
         assert inputs["input"][0] == tokenizer.bos_id

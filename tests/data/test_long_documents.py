@@ -16,14 +16,14 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import encoding
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import TextDataLoader, TextDataset, documents, text_loader
+from torchtitan_scape.data.loader import TextDataLoader, documents, text_loader
 
 
-def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataset:
+def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataLoader:
     config = ours.DATASETS["text_files"]
     given = type(config)("", lambda _: Dataset.from_dict({"text": texts}), ours._text)
     monkeypatch.setitem(ours.DATASETS, "text_files", given)
-    return TextDataset("text_files", "any", BoundaryTokenizer(tokenizer, "bos_eos"), seq_len, passes=1)
+    return TextDataLoader("text_files", "any", BoundaryTokenizer(tokenizer, "bos_eos"), seq_len, passes=1)
 
 
 def tokens(items: Any) -> list[list[int]]:
@@ -40,12 +40,12 @@ def test_sequences_are_taken_from_the_concatenated_documents(
     row = [i for text in texts for i in tokenizer.encode(text, add_bos=True, add_eos=True)]
     expected = [row[i : i + seq_len + 1] for i in range(0, len(row) - seq_len, seq_len + 1)]
     first = dataset(texts, tokenizer, seq_len, monkeypatch)
-    items, found = iter(first), []
+    items, found = first.sequences(), []
     for _ in range(min(stop, len(expected))):
         found += tokens([next(items)])
     again = dataset(texts, tokenizer, seq_len, monkeypatch)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + tokens(again) == expected
+    assert found + tokens(again.sequences()) == expected
     assert tokens(items) == expected[len(found) :]
 
 
@@ -54,7 +54,7 @@ def test_time_is_linear_in_the_length_of_a_document(tokenizer: Any, monkeypatch:
     document = dataset(["x" * 300_000], tokenizer, 16, monkeypatch)
     monkeypatch.setattr(document._tokenizer, "encode_pieces", lambda *_: [(0, list(range(300_000)))])
     begin = time.process_time()
-    assert sum(1 for _ in document) == 300_000 // 17
+    assert sum(1 for _ in document.sequences()) == 300_000 // 17
     assert time.process_time() - begin < 3
 
 

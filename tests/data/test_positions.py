@@ -21,7 +21,6 @@ from torchtitan_scape.data.loader import (
     Documents,
     NoTextError,
     TextDataLoader,
-    TextDataset,
     _split_ranges,
     documents,
     text_loader,
@@ -276,20 +275,19 @@ def test_a_limited_number_of_epochs(texts: Path, tokenizer: Any) -> None:
     encoder = BoundaryTokenizer(tokenizer, "bos_eos")
 
     def sequences(epochs: int) -> int:
-        data = TextDataset("text_files", str(texts), encoder, 16, 0, 1, passes=epochs)
+        data = TextDataLoader("text_files", str(texts), encoder, 16, passes=epochs)
         total, state = 0, data.state_dict()
-        for _ in data:
+        for _ in data.sequences():
             total += 1
             if total == 151:
                 state = data.state_dict()
         if total > 151:  # A resumed run ends at the same point.
-            again = TextDataset(
-                "text_files", str(texts), BoundaryTokenizer(tokenizer, "bos_eos"), 16, 0, 1, passes=epochs
-            )
+            other = BoundaryTokenizer(tokenizer, "bos_eos")
+            again = TextDataLoader("text_files", str(texts), other, 16, passes=epochs)
             again.load_state_dict(state)
-            assert sum(1 for _ in again) == total - 151
+            assert sum(1 for _ in again.sequences()) == total - 151
             again.load_state_dict(data.state_dict())
-            assert sum(1 for _ in again) == 0
+            assert sum(1 for _ in again.sequences()) == 0
         return total
 
     one, three = sequences(1), sequences(3)

@@ -172,5 +172,5 @@ def build_dataloader(
     if simulated == 1:
         return loaders[0]
     for loader in loaders[1:]:
-        loader.dataset.digests = loaders[0].dataset.digests  # All replicas read the same text.
+        loader.digests = loaders[0].digests  # All replicas read the same text.
     return SimulatedDataLoader(loaders, max(1, training.global_batch_size // (training.local_batch_size * readers)))

@@ -296,12 +296,23 @@ class NoTextError(ValueError):
     """A reader's share of the data contains no token."""
 
 
-class TextDataset:
-    """Sequences of `seq_len` tokens from the documents of reader `rank` of `world`, for `passes` epochs, 0 for no end.
+class TextDataLoader(BaseDataLoader):
+    """Data loader of reader `rank` of `world`, for `passes` epochs, 0 for no end: batches of sequences of `seq_len`
+    tokens.
 
     The sequences are those of TorchTitan's text dataset. The token buffer contains fewer tokens than a sequence and
     those of one piece of a document. The position refers to that piece by its document and its first character, so that
     its size does not depend on the documents.
+
+    The state has one entry per data-parallel rank i, and does not depend on the batch size or the sequence length:
+
+        dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), digests (of
+                             text and tokenizer), epoch, empty (documents skipped), left (see above), tokens
+                             (not yet yielded), partial (documents of which a part was yielded)
+        world_size: int      data-parallel ranks, including simulated replicas
+
+    Args:
+        batch: Sequences of a batch. The last batch of finite data may be smaller.
     """
 
     def __init__(
@@ -310,11 +321,13 @@ class TextDataset:
         path: str | None,
         tokenizer: BoundaryTokenizer,
         seq_len: int,
+        batch: int = 1,
         rank: int = 0,
         world: int = 1,
         passes: int = 0,
     ) -> None:
-        self.dataset_name, self.seq_len, self.passes = name.lower(), seq_len, passes
+        self.dataset_name, self.seq_len, self.batch, self.passes = name.lower(), seq_len, batch, passes
+        self.rank, self.world = rank, world
         if (config := DATASETS.get(self.dataset_name)) is None:
             raise ValueError(f"dataset {name!r} is unknown; known are prepared, {', '.join(sorted(DATASETS))}")
         self._text: Callable[[dict[str, Any]], str] = config.sample_processor
@@ -340,7 +353,7 @@ class TextDataset:
         now = self._sequences_yielded, len(self._token_buffer)
         if now == self._at_epoch_start:
             raise NoTextError(
-                f"{self.dataset_name}: the share of data-parallel reader {self._data.rank} of {self._data.world} has "
+                f"{self.dataset_name}: the share of data-parallel reader {self.rank} of {self.world} has "
                 "no token in a whole epoch; check the data, or use fewer ranks (a .txt file is one document)"
             )
         self._at_epoch_start = now if self._data.whole else None
@@ -349,8 +362,14 @@ class TextDataset:
         return iter(self._data)
 
     def __iter__(self) -> Iterator[Batch]:
+        sequences = self.sequences()
+        while rows := list(islice(sequences, self.batch)):
+            inputs, labels = zip(*((row["input"], labels) for row, labels in rows), strict=True)
+            yield {"input": torch.stack(inputs)}, torch.stack(labels)
+
+    def sequences(self) -> Iterator[Batch]:
         """Yield inputs and labels of each sequence, with the documents encoded in pieces."""
-        yield from self._sequences()  # Tokens restored from a checkpoint.
+        yield from self._complete_sequences()  # Tokens restored from a checkpoint.
         while self._partial:
             unit, begin, skip = self._partial.pop(0)
             yield from self._document(self._data.document(unit), unit, begin, skip)
@@ -372,10 +391,10 @@ class TextDataset:
             self._piece, self._piece_begin = [unit, first, skip], len(self._token_buffer)
             self._token_buffer += tokens[skip:]
             skip = 0
-            yield from self._sequences()
+            yield from self._complete_sequences()
             self._piece = None
 
-    def _sequences(self) -> Iterator[Batch]:
+    def _complete_sequences(self) -> Iterator[Batch]:
         """Yield all complete sequences in the buffer."""
         while len(self._token_buffer) - self._begin > self.seq_len:
             end = self._begin + self.seq_len + 1
@@ -385,7 +404,15 @@ class TextDataset:
         del self._token_buffer[: self._begin]
         self._begin = 0
 
+    def empty_documents(self) -> int:
+        """Return the number of empty documents that this reader has skipped since the start of the run."""
+        return self._data.empty
+
     def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{self.rank}": self._position(), "world_size": self.world}
+
+    def _position(self) -> str:
+        """Return the position after the last yielded batch, as JSON."""
         partial, tokens = self._partial, self._token_buffer[self._begin :]
         if self._piece is not None:
             unit, first, skip = self._piece
@@ -399,19 +426,45 @@ class TextDataset:
             "tokens": tokens,
             "partial": partial,
         }
-        return {"position": json.dumps(position)}
+        return json.dumps(position)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        position = self._checked(state["position"])
+    def saved_state(self, readers: int) -> dict[str, Any]:
+        """Return a placeholder with the keys of a checkpoint of this many readers."""
+        return {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of a run with the same number of ranks, so that the batches continue without a gap."""
+        if not state_dict:
+            return
+        own = state_dict.get(f"dp_rank_{self.rank}")
+        if state_dict["world_size"] != self.world or own is None:
+            raise ValueError(
+                f"the checkpoint has the data positions of {state_dict['world_size']} data-parallel ranks, this run "
+                f"has {self.world}; load_resharded must redistribute them"
+            )
+        position = self._checked(own)
         self._data.load_state_dict(position)
         self._restore([position])
 
-    def load_resharded(self, positions: Sequence[str]) -> str:
-        """Continue from the positions of another number of readers. Return a description for the log."""
-        old = [self._checked(position) for position in positions]
-        text = self._data.load_resharded(old)
-        self._restore(old[self._data.rank :: self._data.world])
-        return text
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
+        """Continue with the data of a run with another (or the same) number of ranks, and return a line for the log.
+
+        Not collective: every rank receives the states of all old ranks, in any order. The rest of an epoch is divided
+        among the new ranks by the rule above. Tokens that old ranks had read but not yielded are assigned
+        round-robin.
+        """
+        merged = {key: value for state in states for key, value in state.items()}
+        world = int(merged.get("world_size", 0))
+        missing = [f"dp_rank_{i}" for i in range(world) if f"dp_rank_{i}" not in merged]
+        if missing or not world:
+            raise ValueError(f"the checkpoint has no data position {missing[0] if missing else 'at all'}")
+        if world == self.world:
+            self.load_state_dict(merged)
+            return f"data: each of {world} ranks continues at its position"
+        old = [self._checked(merged[f"dp_rank_{i}"]) for i in range(world)]
+        done = self._data.load_resharded(old)
+        self._restore(old[self.rank :: self.world])
+        return f"data: the checkpoint has {world} data-parallel ranks; {done}"
 
     def _restore(self, positions: Sequence[dict[str, Any]]) -> None:
         """Continue with the tokens and partially read documents of these positions."""
@@ -446,75 +499,6 @@ class TextDataset:
         return position
 
 
-class TextDataLoader(BaseDataLoader):
-    """Data loader of one reader with a JSON state. The state has one entry per data-parallel rank i:
-
-        dp_rank_{i}: str     JSON of the position: format, data (name and number of documents or files), digests (of
-                             text and tokenizer), epoch, empty (documents skipped), left (see above), tokens
-                             (not yet yielded), partial (documents of which a part was yielded)
-        world_size: int      data-parallel ranks, including simulated replicas
-
-    It does not depend on the batch size or the sequence length.
-
-    Args:
-        batch: Sequences of a batch. The last batch of finite data may be smaller.
-    """
-
-    def __init__(self, dataset: TextDataset, batch: int, rank: int, world: int) -> None:
-        self.dataset, self.batch, self.rank, self.world = dataset, batch, rank, world
-        self._rank_id = f"dp_rank_{rank}"
-
-    def __iter__(self) -> Iterator[Batch]:
-        sequences = iter(self.dataset)
-        while rows := list(islice(sequences, self.batch)):
-            inputs, labels = zip(*((row["input"], labels) for row, labels in rows), strict=True)
-            yield {"input": torch.stack(inputs)}, torch.stack(labels)
-
-    def position(self) -> str:
-        """Return the position after the last yielded batch, as JSON."""
-        return str(self.dataset.state_dict()["position"])
-
-    def empty_documents(self) -> int:
-        """Return the number of empty documents that this reader has skipped since the start of the run."""
-        return int(json.loads(self.position())["empty"])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {self._rank_id: self.position(), "world_size": self.world}
-
-    def saved_state(self, readers: int) -> dict[str, Any]:
-        """Return a placeholder with the keys of a checkpoint of this many readers."""
-        return {f"dp_rank_{i}": "" for i in range(readers)} | {"world_size": 0}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a run with the same number of ranks, so that the batches continue without a gap."""
-        if not state_dict:
-            return
-        if state_dict["world_size"] != self.world or self._rank_id not in state_dict:
-            raise ValueError(
-                f"the checkpoint has the data positions of {state_dict['world_size']} data-parallel ranks, this run "
-                f"has {self.world}; load_resharded must redistribute them"
-            )
-        self.dataset.load_state_dict({"position": state_dict[self._rank_id]})
-
-    def load_resharded(self, states: Sequence[dict[str, Any]]) -> str:
-        """Continue with the data of a run with another (or the same) number of ranks, and return a line for the log.
-
-        Not collective: every rank receives the states of all old ranks, in any order. The rest of an epoch is divided
-        among the new ranks by the rule above. Tokens that old ranks had read but not yielded are assigned
-        round-robin.
-        """
-        merged = {key: value for state in states for key, value in state.items()}
-        world = int(merged.get("world_size", 0))
-        missing = [f"dp_rank_{i}" for i in range(world) if f"dp_rank_{i}" not in merged]
-        if missing or not world:
-            raise ValueError(f"the checkpoint has no data position {missing[0] if missing else 'at all'}")
-        if world == self.world:
-            self.load_state_dict(merged)
-            return f"data: each of {world} ranks continues at its position"
-        done = self.dataset.load_resharded([merged[f"dp_rank_{i}"] for i in range(world)])
-        return f"data: the checkpoint has {world} data-parallel ranks; {done}"
-
-
 def text_loader(
     config: Training | Validation,
     text_column: str,
@@ -527,5 +511,5 @@ def text_loader(
     """Return the data loader that a section describes, for data-parallel reader `rank` of `world`."""
     with_border = BoundaryTokenizer(tokenizer, border)
     path = TextPath(config.dataset_path, text_column) if config.dataset_path else None
-    data = TextDataset(config.dataset, path, with_border, config.seq_len, rank, world, passes)
-    return TextDataLoader(data, config.local_batch_size, rank, world)
+    batch = config.local_batch_size
+    return TextDataLoader(config.dataset, path, with_border, config.seq_len, batch, rank, world, passes)
