@@ -1,1 +1,1 @@
-"""Export to and import from Hugging Face model folders. Only the checks need `transformers`."""
+"""Export to and import from Hugging Face model folders. The checks and the import need `transformers`."""
