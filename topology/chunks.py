@@ -160,7 +160,7 @@ def exchange_chunked(
     double_buffered(exchanges())
 
 
-def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
+def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | None) -> None:
     """Set this replica's row to the mean over replicas; other rows keep their values.
 
     Quantization errors are discarded.
@@ -176,27 +176,21 @@ def reduce_scatter_chunked(collectives: Any, rows: RowSource, codec: Codec | Non
     double_buffered(starmap(start, _buffers(collectives, rows, codec)))
 
 
-def all_gather_chunked(collectives: Any, rows: RowSource, codec: Codec | None = None) -> None:
-    """Gather every replica's row on all replicas. With a codec, this replica's row also becomes its decoded value."""
+def all_gather_chunked(collectives: Any, rows: RowSource) -> None:
+    """Gather every replica's row on all replicas."""
     own = collectives.replica
 
-    def store(buffer: Tensor, messages: Tensor | None, column: int) -> None:
-        if codec is not None and messages is not None:
-            codec.decode(messages, buffer)
+    def store(buffer: Tensor, column: int) -> None:
         for row, chunk in enumerate(buffer):
-            if codec is not None or row != own:
+            if row != own:
                 rows.store(chunk, row, column)
 
     def start(column: int, buffer: Tensor) -> Exchange:
         rows.fill(buffer[own], own, column)
-        messages = None
-        if codec is None:
-            handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
-        else:
-            handle, messages = collectives.all_gather_encoded(buffer[own], codec, kind="values")
-        return handle, partial(store, buffer, messages, column)
+        handle = collectives.all_gather(buffer.view(-1), buffer[own], kind="values")
+        return handle, partial(store, buffer, column)
 
-    double_buffered(starmap(start, _buffers(collectives, rows, codec)))
+    double_buffered(starmap(start, _buffers(collectives, rows, None)))
 
 
 def _buffers(collectives: Any, rows: RowSource, codec: Codec | None) -> Iterator[tuple[int, Tensor]]:

@@ -249,16 +249,6 @@ class ReplicaCollectives(ABC):
         self._count(kind, all_gather_stages(input.nbytes, self.levels))
         return self._all_gather(output, input)
 
-    def all_gather_encoded(self, input: Tensor, codec: Codec, kind: str) -> tuple[Handle, Tensor]:
-        """Start an all-gather of the encoded `input`, FP32 (m,).
-
-        Returns:
-            The handle, and uint8 (replicas, message bytes), which is complete after `Handle.wait`.
-        """
-        message = codec.encode(input.view(1, -1)).view(-1)
-        messages = torch.empty(self.replicas, message.numel(), dtype=torch.uint8, device=input.device)
-        return self.all_gather(messages.view(-1), message, kind), messages
-
     def all_reduce_or(self, bits: Tensor, kind: str = "mask") -> Handle:
         """Start a bitwise OR of packed bits, uint8 (b,), over the replicas, in place, level by level.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 # NCCL transfers 16 bytes at a time if a buffer begins and ends at multiples of 16, and less otherwise.
 ALIGNED_BYTES = 16
 BLOCK = 128  # entries that share scales
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 HADAMARD_SIZE = 32  # entries of one Hadamard transform
 STOCHASTIC = ("int8", "int4")  # formats with stochastic rounding
 
@@ -82,34 +81,14 @@ def encoded_size(code: str, block: int = BLOCK) -> Callable[[int], int] | None:
     """Return the size of a message as a function of its elements; None for FP32, which is not encoded.
 
     Args:
-        code: "float32", "bfloat16" or a key of `FORMATS`.
+        code: "float32" or a key of `FORMATS`.
         block: Elements that share scales, for a block code.
 
     Raises:
         ValueError: The code is unknown.
     """
-    if code in DTYPE_BYTES:
-        return None if code == "float32" else _bfloat16_bytes
+    if code == "float32":
+        return None
     if code not in FORMATS:
-        raise ValueError(f"the code is {code!r}; it must be one of {', '.join((*DTYPE_BYTES, *FORMATS))}")
+        raise ValueError(f"the code is {code!r}; it must be one of float32, {', '.join(FORMATS)}")
     return MessageSize(code, block)
-
-
-def _bfloat16_bytes(count: int) -> int:
-    return DTYPE_BYTES["bfloat16"] * count
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of an element.
-
-    Raises:
-        ValueError: The dtype is unknown.
-    """
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"the dtype is {dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
-
-
-def short_name(code: str) -> str:
-    """Return the name of a dtype or code for tables."""
-    return "bf16" if code == "bfloat16" else code

@@ -140,7 +140,7 @@ class ShardedExchange(PayloadExchange):
         if passes.compact:
             self.collectives.all_gather(owner.value_buffer(payload), owner.values(payload), kind="values").wait()
         else:
-            all_gather_chunked(self.collectives, self._rows(self.source(), 0, len(passes.counts)), None)
+            all_gather_chunked(self.collectives, self._rows(self.source(), 0, len(passes.counts)))
 
     def _rows(self, source: Source, first: int, end: int) -> RowSource:
         """Return the slices [first, end) of the payload in place as one row per owner."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
-from torchtitan_scape.kernels.codec.formats import FORMATS, dtype_bytes, encoded_size, short_name
+from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
 from torchtitan_scape.kernels.scape.blocks import Ownership
 from torchtitan_scape.methods.options import MethodOptions, share_of_dense
 from torchtitan_scape.methods.scape.payload import block_layout, dense_sizes, payload_entries, sector_bytes
@@ -168,7 +168,7 @@ class ScapeOptions(MethodOptions):
 
     def label(self) -> str:
         text = f"{self.method_name()} {self.density:g}"
-        text += "" if self.code == "float32" else f" {short_name(self.code)}"
+        text += "" if self.code == "float32" else f" {self.code}"
         text += " sharded" if self.update == "sharded" else ""
         return text + (" bf16 weights" if self.weights_dtype == "bfloat16" else "")
 
@@ -187,6 +187,11 @@ class ScapeOptions(MethodOptions):
     def payload_code(self) -> str:
         """Encoding of the payload at the target density; a dense payload is in FP32."""
         return "float32" if self.density >= 1.0 else self.code
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight on a replica."""
+        return 2 if self.weights_dtype == "bfloat16" else 4
 
     @property
     def scalar_reductions(self) -> int:
@@ -210,7 +215,7 @@ class ScapeOptions(MethodOptions):
             return [CollectiveCall("all_reduce", padded_size(entries, levels, block), encoded_size(code)), masks]
         own = self._ownership(shapes, replicas).row_entries(self.density, self.selection, multiple)
         payload = CollectiveCall("reduce_scatter", own * replicas, encoded_size(code))
-        values = dtype_bytes(self.weights_dtype) if self.density < 1.0 else 4
+        values = self.weight_bytes if self.density < 1.0 else 4
         return [payload, CollectiveCall("all_gather", values * own), masks]
 
     # ----------------------------------------------------------------------------------------- passes
@@ -299,7 +304,7 @@ class ScapeOptions(MethodOptions):
         # The payload and the previous moment of its entries; with a code also the quantization errors of two steps.
         payload = (4.0 if self.sharded else 8.0) * entries
         offloaded = self.host_memory(model, replicas)
-        kinds = {"parameters": float(dtype_bytes(self.weights_dtype)) * n, "gradients": 4.0 * n}
+        kinds = {"parameters": float(self.weight_bytes) * n, "gradients": 4.0 * n}
         kinds |= {kind: value for kind, value in self._states(shapes, replicas).items() if kind not in offloaded}
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(self.density, "block"),
