@@ -82,7 +82,7 @@ def tile_of(tiles, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def entries_of_tile(left, SHAPE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
+def entries_of_units(left, SHAPE: tl.constexpr, ALIGNED_TILE: tl.constexpr):
     """Return the indices of the tile's entries, int32 [ROWS, UNITS, WIDTH], and a mask of those that exist."""
     WIDTH: tl.constexpr = SHAPE[2]
     BLOCK: tl.constexpr = SHAPE[3]

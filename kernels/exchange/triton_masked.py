@@ -26,7 +26,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_tile,
+    entries_of_units,
     pointer,
     spread_units,
     table_row,
@@ -94,7 +94,7 @@ def masked_kernel(
     bits = bits_of_units(mask, row, left, has_residual, SHAPE)
     counts = count_bits(bits)
     before = tl.cumsum(counts, 1) - counts
-    local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+    local, inside = entries_of_units(left, SHAPE, ALIGNED_TILE)
     used = spread_units(bits, WIDTH)
     lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
     at = base + before[:, :, None] + count_bits(bits[:, :, None] & lower)

@@ -31,7 +31,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     ONE_MINUS_BETA1,
     PARAMETER,
     STATE,
-    entries_of_tile,
+    entries_of_units,
     pointer,
     rate,
     spread_units,
@@ -97,7 +97,7 @@ def pack_kernel(
     is_applied = tl.load(applied)
     SHAPE: tl.constexpr = (ROWS, UNITS, WIDTH, BLOCK)
     tensor, row, block, first, left = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
-    local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+    local, inside = entries_of_units(left, SHAPE, ALIGNED_TILE)
     gradients = pointer(table, tensor, GRADIENT, DTYPE, ALIGNED_TILE) + first
     states = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
     beta1, gradient_rate = rate(rates, tensor, BETA1), rate(rates, tensor, GRADIENT_RATE)
@@ -276,7 +276,7 @@ def update_kernel(
     tile = block_tile(tiles, table, BLOCK, ALIGNED_TILE)
     tensor, row, _, first, left = tile
     if WRITES:
-        local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+        local, inside = entries_of_units(left, SHAPE, ALIGNED_TILE)
         parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
         parameter = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
         decayed = parameter - parameter * rate(rates, tensor, DECAY)
@@ -376,7 +376,7 @@ def owned_update_kernel(
     if HAS_MASTER:
         parameters = pointer(table, tensor, MASTER, tl.float32, ALIGNED_TILE) + first
     if HAS_MASTER and FORM == "listed":
-        local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+        local, inside = entries_of_units(left, SHAPE, ALIGNED_TILE)
         master = tl.load(parameters + local, mask=inside, other=0.0)
         tl.store(parameters + local, master - master * decay, mask=inside)
         tl.debug_barrier()  # other threads write the entries of the mask below
@@ -441,7 +441,7 @@ def write_kernel(
     decayed = parameter - parameter * decay
     if FORM == "listed":
         if DECAYS:
-            local, inside = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+            local, inside = entries_of_units(left, SHAPE, ALIGNED_TILE)
             every = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32)
             tl.store(parameters + local, (every - every * decay).to(DTYPE), mask=inside)
             tl.debug_barrier()  # other threads write the entries of the mask below

@@ -18,7 +18,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_tile,
+    entries_of_units,
     pointer,
     spread_units,
 )
@@ -241,7 +241,7 @@ def move_kernel(
     base = payload_of_tile(table, tensor, row) - chunk_first
     if (base >= chunk_entries) | (base + tl.max(at + counts) <= 0):
         return
-    local, _ = entries_of_tile(left, SHAPE, False)
+    local, _ = entries_of_units(left, SHAPE, False)
     lower = (1 << tl.arange(0, WIDTH)[None, None, :]) - 1
     position = base + at[:, :, None] + count_bits(bits[:, :, None] & lower)
     moved = spread_units(bits, WIDTH) & (position >= 0) & (position < chunk_entries)

@@ -35,7 +35,7 @@ from torchtitan_scape.kernels.common.triton_common import (
     bits_of_units,
     cell,
     count_bits,
-    entries_of_tile,
+    entries_of_units,
     lowest,
     pointer,
     rate,
@@ -130,7 +130,7 @@ def processed_entries(
         used = some
         was_held = bits_of_entries(previous, previous_masked, block, at, some, BLOCK)
     else:
-        at, some = entries_of_tile(left, SHAPE, ALIGNED_TILE)
+        at, some = entries_of_units(left, SHAPE, ALIGNED_TILE)
         number = at
         used = spread_units(bits_of_tile(in_use, in_use_masked, table, tensor, block, left, SHAPE, FORM), SHAPE[2])
         bits = bits_of_tile(previous, previous_masked, table, tensor, block, left, SHAPE, FORM)
