@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.offload import StateStorage
-from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
 from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan
 from torchtitan_scape.kernels.scape.visits import VisitRates
@@ -71,6 +71,7 @@ class ScapePasses:
         self.sparsified = len(self.layout.sizes)
         self.selection, self.density = plan.selection, plan.density
         self.first_run, self.runs = (0, self.layout.replicas) if plan.replica is None else (plan.replica, 1)
+        self._selection_bits = torch.zeros(0, dtype=torch.uint8, device=device)
         self._counts_at: tuple[float, list[int]] = (0.0, [])
         self._buffer: PayloadLayout | None = None
         if self.density < 1.0:
@@ -195,6 +196,24 @@ class ScapePasses:
     def pack(self, chunk: PayloadChunk) -> None:
         """Split mt into payload and residual, and select this rank's run of the next mask. Call it in chunk order."""
         raise NotImplementedError
+
+    def allocate_selection(self, density: float) -> Tensor | None:
+        """Allocate the selection of this rank's runs: int16 offsets (blocks, k), or uint8 bits.
+
+        Returns:
+            Zeros, or bits that the blocks of the runs overwrite; None if nothing is selected.
+        """
+        layout = self.layout
+        if density >= 1.0 or layout.total_blocks == 0:
+            return None
+        if layout.sends_offsets(density, self.selection):
+            shape = self.runs * layout.run_blocks, entries_per_block(density, layout.block_size)
+            return torch.zeros(shape, dtype=torch.int16, device=self.device)
+        # The same buffer in every step; for a single replica it contains the next mask.
+        size = self.runs * layout.run_bytes
+        if self._selection_bits.numel() != size:
+            self._selection_bits = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._selection_bits
 
     def selected(self) -> Tensor | None:
         """Return the encoded selection after all chunks are packed.

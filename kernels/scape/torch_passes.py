@@ -40,7 +40,8 @@ class TorchPasses(ScapePasses):
             self.payloads: list[Tensor] = self.split(self.payload)
         else:
             self.payloads = [g[:n] for g, n in zip(self.gradients, self.counts, strict=True)]
-        self._selection = self._allocate_selection(step.next_density)
+        selection = self.allocate_selection(step.next_density)
+        self._selections = () if selection is None else selection.chunk(self.runs)  # of every run
 
     def release(self) -> None:
         super().release()
@@ -81,9 +82,9 @@ class TorchPasses(ScapePasses):
         reference.carry_(self.gradients[tensor], indices, self.code_residual_of(tensor), rates.beta1, rates.scale)
 
     def selected(self) -> Tensor | None:
-        if not self._selection:
+        if not self._selections:
             return None
-        runs, layout, density = self._selection, self.layout, self.step.next_density
+        runs, layout, density = list(self._selections), self.layout, self.step.next_density
         if layout.sends_offsets(density, self.selection):
             size = layout.block_size
             runs = [
@@ -132,16 +133,6 @@ class TorchPasses(ScapePasses):
         bits = self.bits(self.step.in_use, tensor)
         return None if bits is None else reference.mask_indices(bits, self.sizes[tensor], self.counts[tensor])
 
-    def _allocate_selection(self, density: float) -> list[Tensor]:
-        """Allocate the selection of each run, zeros: int16 offsets (run_blocks, k), or uint8 bits."""
-        layout = self.layout
-        if density >= 1.0 or layout.total_blocks == 0:
-            return []
-        if layout.sends_offsets(density, self.selection):
-            k = entries_per_block(density, layout.block_size)
-            return [torch.zeros(layout.run_blocks, k, dtype=torch.int16, device=self.device) for _ in range(self.runs)]
-        return [torch.zeros(layout.run_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.runs)]
-
     def select(self, tensor: int, common: Tensor | None = None) -> None:
         """Select entries of a tensor's mt, which replaced the gradient, in this rank's runs.
 
@@ -150,7 +141,7 @@ class TorchPasses(ScapePasses):
         if tensor >= self.sparsified:
             return
         layout, size, density = self.layout, self.layout.block_size, self.step.next_density
-        for run, selection in enumerate(self._selection):
+        for run, selection in enumerate(self._selections):
             replica = self.first_run + run
             start, end = layout.owned(tensor, replica)
             if start == end:

@@ -62,7 +62,6 @@ class TritonPasses(ScapePasses):
         self._select_tiles = TileSchedule(self.sizes, size, SELECT_TILE, SELECT_WARP, device)
         self.unused = torch.zeros(1, dtype=torch.int32, device=device)
         self.any_kinds = ((False, None),) * count
-        self._selection_bits = torch.zeros(0, dtype=torch.uint8, device=device)
         self._own_block = self.first_run * self.layout.run_blocks
         self.all = self.tiles.whole()
         self.sparse = tuple(r for r in self.all if r[0] < self.sparsified)
@@ -111,7 +110,7 @@ class TritonPasses(ScapePasses):
             set_rates(self._rates, self._betas, step.rates)
             self._known_rates = step.rates
         self._corrections: Tensor | None = None
-        self._selection = self._allocate_selection(step.next_density)
+        self._selection = self.allocate_selection(step.next_density)
 
     def begin_step(self) -> None:
         """Prepare the state for the bound step. The pointer table is still that of the last one."""
@@ -378,20 +377,6 @@ class TritonPasses(ScapePasses):
                 )
 
     # -------------------------------------------------------------------------------------- internals
-
-    def _allocate_selection(self, density: float) -> Tensor | None:
-        """Allocate the selection: int16 offsets (owned blocks, k), or uint8 bits; None if nothing is selected."""
-        layout = self.layout
-        if density >= 1.0 or layout.total_blocks == 0:
-            return None
-        if layout.sends_offsets(density, self.selection):
-            shape = self.runs * layout.run_blocks, entries_per_block(density, layout.block_size)
-            return torch.zeros(shape, dtype=torch.int16, device=self.device)
-        # The same buffer in every step; for a single replica it contains the next mask.
-        size = self.runs * layout.run_bytes
-        if self._selection_bits.numel() != size:
-            self._selection_bits = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self._selection_bits
 
     def _encode(self, offsets: Tensor) -> Tensor:
         """Encode the offsets of the runs, int16 (blocks, k)."""
