@@ -204,7 +204,10 @@ def test_fuzz_a_command_line(recipe: Path, arguments: list[str]) -> None:
         (["--debug.seed=99999999999999999999"], r"\[debug\] seed = 99999999999999999999; it is beyond 64 bits"),
         (["--job.dump_folder=a\0b"], "has a control character"),
         (["--job.custom_config_module=no.such"], "No module named 'no'"),
-        (["--training.dataloader.num_workers=-1"], r"\[training.dataloader\] num_workers = -1; it must be 0 or more"),
+        (
+            ["--training.dataloader.num_workers=1"],
+            r"training.dataloader.num_workers is not supported together with \[sync\]",
+        ),
         (["--checkpoint.enable", "--checkpoint.keep_latest_k=1"], "keep_latest_k = 1; it must be 0"),
         (["--data.epochs=-1"], r"\[data\] epochs = -1; it must be 0 \(no end\) or more"),
         (["--job.config_file"], "needs the path of a recipe"),
