@@ -206,7 +206,9 @@ def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 def _trained(values: dict[str, Tensor], config: JobConfig) -> dict[str, Tensor]:
     """Return the values without learned positions beyond the training's sequence length."""
     name = "pos_embeddings.weight"
-    return values | {name: values[name][: config.training.seq_len]} if name in values else values
+    if name not in values:
+        return values
+    return values | {name: values[name][: config.training.seq_len].clone()}  # safetensors does not accept views.
 
 
 def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
