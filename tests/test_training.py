@@ -147,8 +147,6 @@ def test_mixed_precision_and_activation_checkpointing_are_supported(pool2: Pool,
         slow("radius", "1x2", 4),  # between two refreshes
         slow("radius-adams", "2x2", None),  # right after one
         slow("quantized", "nodes", 4),
-        ("quantized-whitened", "1x2", 4),  # the skipped step is the one that changes the bases
-        slow("quantized-whitened", "2x2", 4),
         ("quantized-update", "1x2", 4),  # the skipped step is the one that changes the bases
         slow("quantized-update", "2x2", None),
         slow("onebit", "2x2", 3),  # a skipped step between two updates of the variance

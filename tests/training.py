@@ -82,12 +82,7 @@ METHODS = {
         "--sync.radius.release_scale=2.0",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
-    "quantized-whitened": [
-        "--sync.method=quantized",
-        "--sync.quantized.code=2bit",
-        "--sync.quantized.whiten_every=3",
-        "--optimizer.name=Muon",
-    ],
+    "quantized-2bit": ["--sync.method=quantized", "--sync.quantized.code=2bit", "--optimizer.name=Muon"],
     "quantized-update": [
         "--sync.method=quantized_update",
         "--sync.quantized_update.whiten_every=3",
@@ -117,9 +112,8 @@ METHODS = {
     "sparta-muon": [
         "--sync.method=sparta",
         "--sync.sparta.warmup_steps=2",
-        "--sync.sparta.orthogonalize",
         "--optimizer.name=Muon",
-        "--topology.simulate_replicas=5",  # so many that the mean step of a round is orthogonalized
+        "--topology.simulate_replicas=5",  # so many that the owner's error is a separate state
     ],
     "sparseloco": [
         "--sync.method=sparseloco",

@@ -10,8 +10,7 @@ from torch import Tensor
 FIRST = 0  # receives the result: the anchors (FP32), or the gradients
 SECOND = 1  # the parameters (any floating-point dtype), or the residuals (FP32); absent without error feedback
 OWNER_ERROR = 2  # errors of the owner of an entry (FP32), if they are a separate state
-STEP = 3  # FP32, receives the sum of the results; absent for tensors without one
-LISTS = 4
+LISTS = 3
 
 
 class BlockSlice(NamedTuple):

@@ -8,7 +8,7 @@ int64, of `tensors` addresses each. With FULL all entries of a tile exist, and i
 Memory traffic per entry of b bits: `encode_kernel` reads two tensors (8 bytes) and writes b / 8; `apply_kernel` reads
 them again with two messages and writes both (16 bytes). The quantization error is computed again from the message that
 was sent. If `encode_kernel` stores it (4 bytes more), `apply_kernel` reads one message and writes one tensor (4 bytes).
-A sum of steps adds 8 bytes to the second pass. The first pass reads an owner's error and the second one writes it, 4
+The first pass reads an owner's error and the second one writes it, 4
 bytes each, in the message of this replica, and with `elsewhere` in all. `decode_kernel` writes a tensor (4 bytes), and
 reads it if it adds to it (4 more). `move_kernel` reads two tensors and writes one (12 bytes). `error_kernel` reads two
 tensors and a message and writes one (12 + b / 8 bytes). Values are bitwise those of the PyTorch operators of the
@@ -31,7 +31,7 @@ from torchtitan_scape.kernels.codec.triton_kernels import (
 from torchtitan_scape.kernels.exchange import layout
 
 _FIRST, _SECOND = tl.constexpr(layout.FIRST), tl.constexpr(layout.SECOND)
-_OWNER_ERROR, _STEP = tl.constexpr(layout.OWNER_ERROR), tl.constexpr(layout.STEP)
+_OWNER_ERROR = tl.constexpr(layout.OWNER_ERROR)
 
 
 @triton.jit
@@ -219,7 +219,6 @@ def apply_kernel(
     SUBTRACTS: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     HAS_OWNER_ERROR: tl.constexpr,
-    HAS_STEPS: tl.constexpr,
     ERRORS_STORED: tl.constexpr,
 ):
     """Decode the means, and keep the quantization error of what was sent, if it is not stored yet (ERRORS_STORED).
@@ -268,10 +267,6 @@ def apply_kernel(
         if HAS_OWNER_ERROR:
             written = kept & everywhere((message == replica) | (elsewhere != 0), at)
             tl.store(errors, tl.where(owned, rounding + 0.0, 0.0), mask=written)
-    if HAS_STEPS:
-        steps = pointer(address, tensors, first_at, _STEP, tl.float32, FULL) + at
-        has_step = inside & everywhere(tl.load(address + _STEP * tensors) != 0, at)
-        tl.store(steps, tl.load(steps, mask=has_step, other=0.0) + mean, mask=has_step)
     if not SUBTRACTS:
         tl.store(firsts, mean.to(DTYPE), mask=inside)
 

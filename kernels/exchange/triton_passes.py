@@ -4,6 +4,7 @@ None synchronizes with the device. The specification is the exchange through a b
 `quantized_update.columns.Columns`.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable, to_device
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES
 from torchtitan_scape.kernels.exchange import triton_kernels
-from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice, SentMessages
+from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice, SentMessages
 
 _TILE = 2048  # entries of a tile; at least one block
 _WARPS = 4
@@ -28,7 +29,7 @@ class _Launch(NamedTuple):
     Attributes:
         full: constant FULL.
         dtype, second: dtypes of the tensors; that of an absent second one is None.
-        entries, steps: entries of the tiles, and those of them that have steps.
+        entries: entries of the tiles.
     """
 
     tiles: Tensor
@@ -36,7 +37,6 @@ class _Launch(NamedTuple):
     dtype: torch.dtype
     second: torch.dtype | None
     entries: int
-    steps: int
 
 
 class BlockExchange:
@@ -124,7 +124,7 @@ class BlockExchange:
     ) -> None:
         """Write the means and the errors of an exchange that `encode` started with the same arguments.
 
-        With `subtracts`, and if `applied`, bool (): first -= mean, second = first - error, steps += mean. Otherwise
+        With `subtracts`, and if `applied`, bool (): first -= mean, second = first - error. Otherwise
         first = mean, and if `applied`, second = error. The owner's error, or the error, of the slice of this replica
         contains that of its mean, times the number of replicas.
         """
@@ -146,9 +146,8 @@ class BlockExchange:
                 applied,
                 *self._scalars(sent, factor),
                 warps=_WARPS,
-                moved=round(moved * each.entries) + 8 * each.steps,
+                moved=round(moved * each.entries),
                 SUBTRACTS=subtracts,
-                HAS_STEPS=each.steps > 0,
                 ERRORS_STORED=sent.stores_errors,
                 **self._constants(each),
                 **_errors(each, tensors),
@@ -251,7 +250,7 @@ class BlockExchange:
 
     def _build(self, kinds: Sequence[tuple[bool, tuple[torch.dtype | None, ...]]]) -> list[_Launch]:
         tiles_by_kind: dict[Any, list[Tensor]] = {}
-        entries: dict[Any, list[int]] = {}
+        entries: dict[Any, int] = defaultdict(int)
         block = self.code.block_size
         for number, (each, (is_aligned, dtypes)) in enumerate(zip(self.slices, kinds, strict=True)):
             blocks, complete = -(-each.length // block), each.length // block
@@ -263,12 +262,10 @@ class BlockExchange:
                     left = (stop - rows).clamp(max=self._rows)
                     tiles = torch.stack((torch.full_like(rows, number), rows, rows + each.start, left), 1)
                     tiles_by_kind.setdefault(kind, []).append(tiles)
-                    counts, length = entries.setdefault(kind, [0, 0]), min(stop * block, each.length) - begin * block
-                    counts[0] += length
-                    counts[1] += length if dtypes[STEP] is not None else 0
+                    entries[kind] += min(stop * block, each.length) - begin * block
                     begin = stop
         return [
-            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, *entries[kind])
+            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, entries[kind])
             for kind, parts in tiles_by_kind.items()
         ]
 

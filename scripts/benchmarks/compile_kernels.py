@@ -278,7 +278,7 @@ def _exchange_step(name: str, block: int, dtype: torch.dtype) -> None:
             tensors.set(getattr(layout, kind), each)
         return passes.BlockExchange(slices, code, 12 * block, 2, replica, repeats, anchors[0].device), tensors
 
-    displaced: list[dict[str, list[Tensor]]] = [{}, {"OWNER_ERROR": errors, "STEP": anchors}]
+    displaced: list[dict[str, list[Tensor]]] = [{}, {"OWNER_ERROR": errors}]
     for lists in displaced:
         chunk, tensors = exchange(0, True, FIRST=anchors, SECOND=thetas, **lists)
         chunk.apply(tensors, chunk.encode(tensors, subtracts=True), applied, subtracts=True)

@@ -31,9 +31,8 @@ CODES = ("int8", "int4", "e2m1", "e3m0", "2bit", "1bit")
 # The settings of each method that differ in what a step moves; {} are the defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "quantized": [
-        *({"code": code, "error_feedback": True, "whiten_every": 0} for code in CODES),
-        {"code": "e2m1", "error_feedback": False, "whiten_every": 0},
-        {"code": "2bit", "error_feedback": True, "whiten_every": 200},
+        *({"code": code, "error_feedback": True} for code in CODES),
+        {"code": "e2m1", "error_feedback": False},
     ],
     "quantized_update": [
         *({"interval": interval, "whiten_every": 200} for interval in (1, 2, 4)),

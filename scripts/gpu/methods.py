@@ -112,7 +112,6 @@ CASES: dict[str, Case] = {
     "scape, gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "code": "float32"}),
     "scape, coded gather": Case("scape", OPTIONS["scape"] | {"update": "sharded", "code": "int8"}),
     **{f"{name}, overlap": Case(name, overlap=True) for name in METHODS if METHODS[name].supports_overlap},
-    "quantized 2bit, whitened": Case("quantized", {"code": "2bit", "whiten_every": 2}, "Muon"),
     "quantized_update, Muon": Case("quantized_update", {"whiten_every": 2}, "Muon"),
     "quantized_update, Muon, sharded": Case("quantized_update", {"whiten_every": 2}, "Muon", shard=2),
     "sparta, Muon": Case("sparta", OPTIONS["sparta"], "Muon"),

@@ -140,7 +140,7 @@ def first_half(
         ("3 alone", "2x1", "adamw", "scape"),
         slow("1x2", "2x1", "adamw", "scape"),
         slow("1x2", "4x1", "topk", "muon"),
-        slow("1x2", "4x1", "quantized-whitened", "quantized-whitened"),
+        slow("1x2", "4x1", "quantized-2bit", "quantized-2bit"),
         slow("4x1", "1x2", "demo", "topk"),
         slow("1x2", "2x1", "demo", "adamw"),
         slow("2x1", "1x2", "adams", "scape-offload"),

@@ -14,7 +14,7 @@ from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, STATE
 from torchtitan_scape.kernels.dense import triton_passes
 from torchtitan_scape.kernels.exchange import triton_passes as exchange
-from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, STEP, BlockSlice
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 
 CPU = torch.device("cpu")
 
@@ -156,15 +156,12 @@ def test_an_exchange_is_listed_again_after_a_change() -> None:
     table, memory = AddressTable(LISTS, 2, CPU), torch.zeros(128)
     table.set(FIRST, [memory, memory])
     launches = chunk._launches_of(table)
-    assert [(each.full, each.entries, each.steps) for each in launches] == [(True, 96, 0), (False, 8, 0)]
+    assert [(each.full, each.entries) for each in launches] == [(True, 96), (False, 8)]
     assert [each.tiles.tolist() for each in launches] == [[[0, 0, 0, 2], [1, 0, 2, 1]], [[1, 1, 3, 1]]]
-    table.set(STEP, [None, memory])
-    assert [each.steps for each in chunk._launches_of(table)] == [32, 8]
     table.set(FIRST, [memory, memory[1:]])
     assert [(each.full, each.entries) for each in chunk._launches_of(table)] == [(True, 64), (False, 40)]
     table.set(SECOND, [memory.view(torch.bfloat16), memory])
     assert {each.second for each in chunk._launches_of(table)} == {torch.bfloat16, torch.float32}
-    table.set(STEP, [None, None])
     table.set(SECOND, [None, None])
     table.set(FIRST, [memory, memory])
     assert chunk._launches_of(table) is launches

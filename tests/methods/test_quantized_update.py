@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.methods.steps import of_all_replicas
-from tests.methods.test_whitening import SHAPES as NAMED
-from tests.methods.test_whitening import gradients, ill_conditioned
+from tests.methods.test_bases import SHAPES as NAMED
+from tests.methods.test_bases import gradients, ill_conditioned
 from tests.pool import Pool
 from tests.replicas import run_replicas as run_with_chunks
 from tests.topology.test_stages import collectives as on_levels
@@ -21,7 +22,7 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel, get_workload
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import share_of_dense
-from torchtitan_scape.methods.quantized import whitening
+from torchtitan_scape.methods.quantized_update import bases
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.registry import METHODS
@@ -307,7 +308,7 @@ def test_the_residual_norm_needs_no_inverse_besides_those_of_the_owner() -> None
     exact = (sum(squares for _, squares in found) / 3) ** 0.5
     assert [norm for norm, _ in found] == [pytest.approx(exact, rel=0.2)] * 3
     method = make(DryRunCollectives(replicas=3))
-    with patch.object(whitening, "inverse", side_effect=AssertionError):
+    with patch.object(bases, "inverse", side_effect=AssertionError):
         method.metrics()
 
 
@@ -348,6 +349,27 @@ def test_bases_of_llama_1_8b_are_small(replicas: int, per_parameter: float) -> N
     model = get_workload("llama_1_8b").local(1)
     bases = QuantizedUpdateOptions().held_memory(model, replicas)["bases"]
     assert bases / model.entries == pytest.approx(per_parameter, abs=0.001)
+
+
+def test_the_planned_products_are_those_of_the_bases() -> None:
+    """Of both owners together, with a change of the bases in every third step."""
+    counted = 0
+    for replica in range(2):
+        collectives = DryRunCollectives(replicas=2)
+        collectives.replica = replica
+        method = make(collectives)
+        assert method._bases is not None
+        with FlopCounterMode(display=False) as counter:
+            method._bases.change(method._residual.tensors, APPLIED)
+            for n in range(1, 4):
+                own = gradients(n, 0)
+                method._bases.encode(own)
+                method._bases.decode_and_observe(own, APPLIED, range(len(own)))
+        counted += counter.get_total_flops()
+    model, cost = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(**OPTIONS)
+    assert cost.matrix_flops(model, 1) == (0.0, 0.0)
+    planned = 2 * 3 * sum(cost.matrix_flops(model, 2))
+    assert planned < counted < 1.4 * planned  # a change also decodes and encodes residuals, and rotates the roots
 
 
 @pytest.mark.parametrize("replicas", [4, 16, 64])

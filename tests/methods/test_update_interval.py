@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.methods.test_bases import gradients
 from tests.methods.test_quantized_update import NAMED, make, run_replicas, start_of, steps, weights
-from tests.methods.test_whitening import gradients
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.base import scaled_for_steps
@@ -188,7 +188,7 @@ def test_muon_orthogonalizes_a_part_of_the_matrices() -> None:
     workload = get_workload("llama_1_8b")
     runs = [PlannedRun(QuantizedUpdateOptions(interval=k), "Muon") for k in (1, 2)]
     for replicas, ratio in ((4, 2.0), (64, 2.0), (1024, 1.0)):
-        one, other = (optimizer_flops(run.options, run.optimizer, workload.whole(), replicas, replicas) for run in runs)
+        one, other = (optimizer_flops(run.options, run.optimizer, workload.whole(), replicas) for run in runs)
         assert one / other == pytest.approx(ratio, rel=0.15), replicas
 
 

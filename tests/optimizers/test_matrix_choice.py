@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.logs import logged
-from tests.methods.test_whitening import SHAPES
+from tests.methods.test_bases import SHAPES
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix

@@ -21,9 +21,7 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.methods.sparta.round_steps import RoundSteps
 from torchtitan_scape.optimizers import muon
-from torchtitan_scape.optimizers.muon import orthogonalized
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 EXPERTS = "layers.0.moe.experts.w1"  # more experts than ranks, no multiple of them
@@ -277,28 +275,6 @@ def test_quantized_updates_without_an_encoding_are_dense_muon(interval: int) -> 
             assert (values - weights[name]).norm() < 1e-2 * weights[name].norm(), name
 
 
-def test_rounds_of_sparta_orthogonalize_every_block() -> None:
-    """The step of a round has the direction and the length of Muon's step for each expert and block."""
-    weights = parameters()
-    optimizer = Muon(weights.items(), **OPTIONS | {"weight_decay": 0.0})
-    shards = collect_shards(optimizer.param_groups)
-    anchors = {name: weight.detach().clone() for name, weight in weights.items()}
-    before = {name: anchor.clone() for name, anchor in anchors.items()}
-    rounds, applied = RoundSteps(optimizer, shards, anchors), torch.tensor(True)
-    for name, step in rounds.steps.items():
-        step.copy_(0.01 * gradient_of(name, 1))
-        anchors[name].sub_(step)
-    rounds.count_step(applied)
-    with torch.no_grad():
-        rounds.finish_round(applied)
-    assert len(rounds.steps) == 6
-    for name in rounds.steps:
-        moved = blocks_of(name, before[name] - anchors[name])
-        for block, step in zip(moved, blocks_of(name, 0.01 * gradient_of(name, 1)), strict=True):
-            wanted = 0.2 * max(step.shape) ** 0.5 * RATES["lr"] * orthogonalized(step.bfloat16()).float()
-            assert (block - wanted).norm() < 1e-3 * wanted.norm(), name
-
-
 # ---------------------------------------------------------------------------------------- states of other choices
 
 
@@ -377,12 +353,12 @@ def test_replicas_with_other_choices_are_refused(key: str, pool2: Pool) -> None:
 
 def whitened_names() -> set[str]:
     """Return the names with a basis, of a run whose user chooses the matrices."""
-    from torchtitan_scape.methods.quantized.options import QuantizedOptions
+    from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 
     torch.manual_seed(5)
     model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(8, 8)), "layers": nn.ModuleList([nn.Linear(8, 8)])})
     optimizer = Muon(model.named_parameters(), lr=0.01, matrices=["net.0.weight"])
-    wrapped = replicate(model, optimizer, QuantizedOptions(code="2bit", whiten_every=2), dist.group.WORLD)
+    wrapped = replicate(model, optimizer, QuantizedUpdateOptions(whiten_every=2), dist.group.WORLD)
     states = wrapped.methods[0].states()
     return {name.split(".weight")[0] for state in states if state.kind == "basis" for name in state.tensors}
 

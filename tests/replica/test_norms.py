@@ -37,8 +37,7 @@ WITH_A_RESIDUAL: dict[str, tuple[dict[str, Any], Any]] = {
     "powersgd": ({"method": "powersgd", "rank": 2, "start": 0}, ADAMW),
     "quantized": ({"method": "quantized", "block": 64}, MUON),
     "quantized 1bit": ({"method": "quantized", "block": 64, "code": "1bit"}, ADAMW),
-    "quantized whitened": ({"method": "quantized", "code": "2bit", "whiten_every": 3}, MUON),
-    "quantized_update": ({"method": "quantized_update"}, MUON),
+    "quantized_update": ({"method": "quantized_update", "whiten_every": 3}, MUON),
     "quantized_update 2": ({"method": "quantized_update", "interval": 2}, MUON),
     "onebit_adam": ({"method": "onebit_adam", "warmup_steps": 3}, ADAMW),
 }
@@ -105,7 +104,7 @@ def test_a_spike_does_not_spoil_a_whitening_basis() -> None:
     """The bases average squares, in which a spike would outweigh hundreds of steps."""
 
     def basis(factor: float) -> Tensor:
-        optimizer = build("quantized whitened")
+        optimizer = build("quantized_update")
         for number in range(24):
             step(optimizer, number, factor if number == SPIKE_AT else 1.0)
         states = [state for state in optimizer.methods[0].states() if state.kind == "basis"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from scripts.study.ef21 import Ef21Muon
 from scripts.study.grid import GRIDS, Grid
 from scripts.study.launchers import process_command
+from tests.methods.test_bases import SHAPES, gradients
 from tests.methods.test_quantized_update import MATRICES, run_replicas, start_of, steps, weights
-from tests.methods.test_whitening import SHAPES, gradients
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions

@@ -35,6 +35,10 @@ REMOVED_KEYS: dict[str, str] = {
     "sync.scape.max_wait": "it was removed, delete it: the limit is always 1000",
     "sync.scape.keep_moment": "it was removed, delete it: with staleness_scaling the factor is always 0.5",
     **{f"sync.scape.{key}": _UPDATE_CODE for key in ("update_code", "values", "values_dtype")},
+    "sync.sparta.orthogonalize": "it was removed, delete it: with more than 4 replicas, quantized_update with Muon has "
+    "the lower loss",
+    "sync.quantized.whiten_every": "it was removed, delete it: quantized_update with Muon encodes its matrices in such "
+    "bases",
     "sharding.weights_block": "it was removed, delete it: blocks of weights have 256 entries",
     "sharding.gradients_block": "it was removed, delete it: blocks of gradients have 128 entries",
     "sharding.hadamard": 'it was removed, delete it: gradients_code "int4" and "int8+int4" use the transform',
@@ -50,6 +54,8 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.max_staleness": 1000,
     "sync.scape.max_wait": 1000,
     "sync.scape.keep_moment": 0.5,
+    "sync.sparta.orthogonalize": False,
+    "sync.quantized.whiten_every": 0,
     "sharding.weights_block": 256,
     "sharding.gradients_block": 128,
     "sharding.hadamard": True,

@@ -15,7 +15,6 @@ from torchtitan_scape.kernels.exchange.layout import (
     LISTS,
     OWNER_ERROR,
     SECOND,
-    STEP,
     BlockSlice,
     SentMessages,
 )
@@ -69,7 +68,7 @@ class CodedExchange:
 
     Every replica encodes its values x with a quantization error E. The owner of a part of a chunk sums the decoded
     parts in FP32, in the order of the replicas, and sends the encoded mean, with an error F, to all. Then first = mean
-    and second = E. With `subtracts`: first -= mean, steps += mean, and second = first - E.
+    and second = E. With `subtracts`: first -= mean, and second = first - E.
 
     The owner adds N F to its E. If there is a list of owner's errors, N F is stored there instead, and F is added to
     the next mean before it is encoded. With several levels sums within a node are sent in FP32; E is then that of the
@@ -225,12 +224,10 @@ class CodedExchange:
         return values.view(self._collectives.replicas, -1)[self._collectives.replica]
 
     def _subtract(self, chunk: CodedChunk, first: Tensors, mean: Tensor, error: Tensor | None, applied: Tensor) -> None:
-        """Write first -= mean, second = first - error, and steps += mean, if `applied`."""
+        """Write first -= mean and second = first - error, if `applied`."""
         shared = self._gather(chunk, first).sub_(mean)
         self._store(chunk, first, shared, applied)
         self._store(chunk, self._lists[SECOND], shared if error is None else shared.sub_(error), applied)
-        if steps := self._lists.get(STEP):
-            self._store(chunk, steps, mean.add_(self._gather(chunk, steps)), applied)
 
     def _size(self, entries: int) -> int:
         return self._collectives.padded_size(entries, self._code)

@@ -174,13 +174,6 @@ class MethodOptions(Options):
         """
         return 0.0, 0.0
 
-    def extra_orthogonalizations(self, replicas: int) -> float:
-        """Return how often per step Muon's matrices are orthogonalized besides Muon's own step.
-
-        A sum of steps of these matrices is then a state.
-        """
-        return 0.0
-
     def update_groups(self, model: LocalModel) -> Sequence[LocalModel]:
         """Return the parameters of a model that the optimizer updates in each step of a round."""
         return [model]

@@ -80,8 +80,6 @@ def _import(name: str) -> Any:
     return getattr(import_module(f"torchtitan_scape.methods.{module}"), attribute)
 
 
-SAVED_BASES = "quantized.whitening.saved_decoders"
-
 METHODS: dict[str, MethodEntry] = {
     "dense": MethodEntry(
         DenseOptions, "dense.method.Dense", is_linear=True, supports_flat_slices=True, supports_pipeline=True
@@ -98,15 +96,13 @@ METHODS: dict[str, MethodEntry] = {
     "tagc": MethodEntry(TagcOptions, "tagc.method.Tagc"),
     "powersgd": MethodEntry(PowersgdOptions, "powersgd.method.Powersgd"),
     "radius": MethodEntry(RadiusOptions, "radius.method.Radius", ("AdamW", "AdamS")),
-    "quantized": MethodEntry(
-        QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True, decoders_function=SAVED_BASES
-    ),
+    "quantized": MethodEntry(QuantizedOptions, "quantized.method.Quantized", supports_pipeline=True),
     "quantized_update": MethodEntry(
         QuantizedUpdateOptions,
         "quantized_update.method.QuantizedUpdate",
         supports_flat_slices=True,
         supports_pipeline=True,
-        decoders_function=SAVED_BASES,
+        decoders_function="quantized_update.bases.saved_decoders",
     ),
     "onebit_adam": MethodEntry(OnebitAdamOptions, "onebit_adam.method.OnebitAdam", ("AdamW",)),
     "demo": MethodEntry(DemoOptions, "demo.method.Demo", ("SignSGD", "AdamW", "AdamS", "Muon")),

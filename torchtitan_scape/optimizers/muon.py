@@ -239,19 +239,13 @@ class Muon(Optimizer):
         adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         adamw.step()
 
-    @property
-    def exchange_ranks(self) -> int:
-        """Number of ranks over which every matrix is sharded."""
-        return self._exchange.ranks
-
-    def orthogonalize(self, shards: Sequence[Shard], matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Return matrices, or their blocks, orthogonalized, BF16. Collective over the ranks of the replica.
+    def _orthogonalize(self, shards: Sequence[Shard], directions: list[Tensor]) -> list[Tensor]:
+        """Return matrices, BF16, or their blocks, orthogonalized. Collective over the ranks of the replica.
 
         Args:
-            shards: At most `exchange_ranks` shards.
-            matrices: This rank's rows of a matrix, or this rank's matrices of a stack, for each shard.
+            shards: At most as many as ranks exchange a matrix.
+            directions: This rank's rows of a matrix, or this rank's matrices of a stack, for each shard.
         """
-        directions = [matrix.bfloat16() for matrix in matrices]
         sharded = [i for i, shard in enumerate(shards) if shard.parameter.ndim == 2]
         if sharded:
             self._exchange.work(
@@ -318,12 +312,12 @@ class Muon(Optimizer):
     def _orthogonalized_by_all(self, shards: Sequence[Shard], directions: list[Tensor]) -> list[Tensor]:
         """Return the orthogonalized directions of a batch, of which each replica computes its share. Collective."""
         if shards[0].parameter.ndim == 3:
-            return self.orthogonalize(shards, directions)
+            return self._orthogonalize(shards, directions)
         gathered, ranks = list[Tensor](), self._exchange.ranks
         for first in range(0, len(shards), ranks * self._share.replicas):
             numbers = range(first, min(first + ranks * self._share.replicas, len(shards)))
             own = [i for i in numbers if self._is_own(i)]
-            mine = self.orthogonalize([shards[i] for i in own], [directions[i] for i in own]) if own else []
+            mine = self._orthogonalize([shards[i] for i in own], [directions[i] for i in own]) if own else []
             shapes = [shards[i].local_shape for i in numbers]
             by_replica = [shapes[at : at + ranks] for at in range(0, len(shapes), ranks)]
             gathered += self._share.gather(mine, by_replica, shards[0].device)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan_scape.core.workloads import LocalModel, Workload, count_entries
+from torchtitan_scape.core.workloads import LocalModel, Workload
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
@@ -72,8 +72,6 @@ class PlannedRun:
             kinds |= {"state": state} if state else {}
         kinds |= options.held_memory(model, replicas)
         kinds |= options.temporary_memory(model, replicas, several_levels, self.overlap)
-        if self.optimizer == "Muon" and options.extra_orthogonalizations(replicas):
-            kinds["round steps"] = 4.0 * count_entries(model.hidden_shapes)  # the sum of a round's steps
         return kinds
 
     def total_memory(

@@ -200,8 +200,7 @@ def predict(
     rest += _product_flops(
         run, model, whole, layout, divided or (not levels and run.options.divides_update)
     ) / assumptions.product_rate(layout)
-    times = 1.0 + run.options.extra_orthogonalizations(layout.replicate)
-    matrices = matrix_stages(run.optimizer, whole, layout, times)
+    matrices = matrix_stages(run.optimizer, whole, layout)
     matrices += gather_stages(run.optimizer, whole, layout) if divided else []
     traffic, once = shard_axis.seconds(rows, layout, links, micro_batches)
     tiers = layout.hierarchy(layout.replicate_group(0))
@@ -249,6 +248,6 @@ def _pass_seconds(
 def _product_flops(run: PlannedRun, model: LocalModel, whole: LocalModel, layout: Layout, divided: bool) -> float:
     """Return the matrix products of optimizer and exchange, as operations in BF16. divided: among replicas."""
     sharing = layout.shard * layout.context * (layout.replicate if divided else 1)
-    flops = optimizer_flops(run.options, run.optimizer, whole, sharing, layout.replicate)
+    flops = optimizer_flops(run.options, run.optimizer, whole, sharing)
     products = run.options.matrix_flops(model, layout.replicate)
     return flops + sum(n * count for n, count in zip(BF16_PER[layout.machine.device.runtime], products, strict=True))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_scape.checkpoint.state import sizes
-from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
@@ -192,8 +192,7 @@ def _planned_on_shard_axis(trainer: SummaryView) -> dict[tuple[str, str], float]
     if isinstance(plan, LevelsPlan):
         return sent
     optimizer, model = trainer.job_config.optimizer.name, workload_of(trainer.job_config).whole()
-    times = 1.0 + options_of(trainer.job_config.sync).extra_orthogonalizations(trainer.layout.replicate)
-    for stage in matrix_stages(optimizer, model, trainer.layout, times):
+    for stage in matrix_stages(optimizer, model, trainer.layout):
         sent[stage.level, UPDATE] = stage.sent
     return {pair: value / stages for pair, value in sent.items()}
 

@@ -15,29 +15,27 @@ from torchtitan_scape.topology.ring_bytes import Stage, all_gather_stages
 MFU = 0.4  # assumed share of the device's peak that forward and backward passes reach, and an optimizer's products
 
 
-def optimizer_flops(options: MethodOptions, optimizer: str, model: LocalModel, ranks: int, replicas: int) -> float:
+def optimizer_flops(options: MethodOptions, optimizer: str, model: LocalModel, ranks: int) -> float:
     """Return the optimizer's matrix products in a step on the busiest rank, in floating-point operations.
 
     Args:
         model: Whole parameters.
         ranks: Ranks that divide the products.
-        replicas: Number of replicas.
     """
     flops = get_optimizer_cost(optimizer).flops
     if flops is None or options.holds_optimizer_state:
         return 0.0
     groups = options.update_groups(model)
-    return (1.0 + options.extra_orthogonalizations(replicas)) * sum(flops(g, ranks) for g in groups) / len(groups)
+    return sum(flops(group, ranks) for group in groups) / len(groups)
 
 
-def matrix_stages(optimizer: str, model: LocalModel, layout: Layout, times: float = 1.0) -> list[Stage]:
+def matrix_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:
     """Return the stages of the optimizer's matrix exchange between the ranks of a replica, averaged over ranks.
 
     Each rank receives one whole matrix at a time and returns its parts. Other optimizers exchange nothing.
 
     Args:
         model: Whole parameters.
-        times: Exchanges of every matrix per step.
     """
     group, parts_of = layout.shard_group(0), get_optimizer_cost(optimizer).parts
     if parts_of is None or len(group) == 1:
@@ -49,7 +47,7 @@ def matrix_stages(optimizer: str, model: LocalModel, layout: Layout, times: floa
             sent[layout.level(rank, group[owner])] += 2 * nbytes / len(group)
     exchanges = 2 * -(-len(parts) // len(group))
     stages = exchange_stages([group], 0.0, layout)
-    return [Stage(one.level, times * exchanges * one.rounds, times * sent[one.level]) for one in stages]
+    return [Stage(one.level, exchanges * one.rounds, sent[one.level]) for one in stages]
 
 
 def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list[int]:
@@ -92,7 +90,5 @@ def divides_matrices(
     if not device.runtime or (links.nominal and not isinstance(options, DenseOptions)):
         return False
     ranks, replicas = layout.shard * layout.context, layout.replicate
-    alone, divided = (
-        optimizer_flops(options, optimizer, model, count, replicas) for count in (ranks, ranks * replicas)
-    )
+    alone, divided = (optimizer_flops(options, optimizer, model, count) for count in (ranks, ranks * replicas))
     return sum(stage_seconds(stages, links)) < (alone - divided) / (device.peak * 1e12 * mfu)

@@ -31,7 +31,7 @@ from torchtitan_scape.topology.comm_stream import Handle
         (2, torch.float32, {"code": "1bit_unbiased", "warmup_steps": 2, "loaded": 2}),
         slow(2, torch.float32, {"code": "1bit_unbiased", "warmup_steps": 2}),
         slow(3, torch.float32, {"code": "1bit", "warmup_steps": 2}),
-        slow(5, torch.float32, {"code": "2bit", "warmup_steps": 0, "orthogonalize": True}),
+        slow(5, torch.float32, {"code": "2bit", "warmup_steps": 0}),
         slow(2, torch.bfloat16, {"code": "e2m1", "warmup_steps": 0, "interval": 1, "steps": 1}),
     ],
 )
@@ -58,7 +58,6 @@ def test_a_new_storage_of_the_parameters_is_exchanged() -> None:
         (2, {"code": "e2m1", "unchecked": True}),
         slow(3, {"code": "2bit", "unchecked": True}),
         slow(3, {"code": "2bit", "unchecked": True, "loaded": 2, "steps": 4}),
-        slow(2, {"code": "2bit", "whiten_every": 2, "loaded": 2, "steps": 4}),
         slow(3, {"code": "e2m1"}),
         slow(2, {"code": "1bit", "block": 32}),
         slow(3, {"code": "2bit", "full": 3, "steps": 4}),

@@ -23,7 +23,7 @@ from torchtitan_scape.methods.base import OptimizerStep, clip_factor
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.methods.owned import OwnedParts
-from torchtitan_scape.methods.quantized.whitening import WhiteningBases
+from torchtitan_scape.methods.quantized_update.bases import WhiteningBases
 from torchtitan_scape.methods.quantized_update.columns import SentGradients, columns_of, has_kernels
 from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, divide, slices_with_owners
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
@@ -106,7 +106,7 @@ class QuantizedUpdate(Method, EarlyExchange):
         self._basis_start = torch.full((), -1, dtype=torch.int64, device="cpu")
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
             owners = {shards[i].name: self._owners[i][0][0] for i in whole}
-            self._bases = WhiteningBases(shards, owners, self.collectives, owners)
+            self._bases = WhiteningBases(shards, owners, self.collectives)
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -150,7 +150,7 @@ class QuantizedUpdate(Method, EarlyExchange):
         columns, factor, bases = self._columns, self.context.gradient_scale, self._bases
         if bases is not None:
             if self.options.changes_bases(self._number_with_bases(info.number)):
-                bases.change([self._residual.tensors], info.applied)
+                bases.change(self._residual.tensors, info.applied)
             if early:  # the check has read the gradients themselves
                 gradients = bases.encoded(gradients, range(len(gradients)))
                 bases.copies.clear()
@@ -333,11 +333,11 @@ class QuantizedUpdate(Method, EarlyExchange):
         self.owned.applied.copy_(saved["applied_steps"])
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
-        bases = {} if self._bases is None else {name: self._bases.replicated(name) for name in self._bases.bases}
-        return [
-            ReplicatedTensors(shard.name, [(None, stored(shard.parameter)), *bases.get(shard.name, [])])
-            for shard in self.context.shards
-        ]
+        tensors = []
+        for shard in self.context.shards:
+            of_basis = [] if self._bases is None else self._bases.replicated(shard.name)
+            tensors.append(ReplicatedTensors(shard.name, [(None, stored(shard.parameter)), *of_basis]))
+        return tensors
 
     # -------------------------------------------------------------------------------------------- reports
 

@@ -1,29 +1,28 @@
 """Options of quantized gradients and updates."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.core.workloads import LocalModel, Shape
 from torchtitan_scape.kernels.codec.formats import MessageSize
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.quantized.options import (
-    BASIS_BYTES,
-    BASIS_LAYOUT,
-    OWNER_BYTES,
-    Code,
-    basis_entries,
-    basis_flops,
-    has_basis,
-)
+from torchtitan_scape.methods.quantized.options import Code
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
 from torchtitan_scape.topology.calls import CollectiveCall, replicas_of, scaled
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 _divide = lru_cache(maxsize=64)(divide)  # the planner asks for the same groups several times
+ITERATIONS = 14  # of the inverse root of second moments, see `bases.inverse_root`
+ROTATED_TOGETHER = 256  # entries at most that the cosine transform mixes
+WHITENED_TOGETHER = 3072  # entries at most that a matrix of second moments relates
+BASIS_LAYOUT = {"whitened_together": WHITENED_TOGETHER}  # in a checkpoint's record; earlier bases were FP32 and whole
+BASIS_BYTES = 1.0  # of an entry of a basis
+OWNER_BYTES = 8.0  # of its second moment and of its inverse, FP32
 FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 
 
@@ -160,7 +159,17 @@ class QuantizedUpdateOptions(MethodOptions):
         return LocalModel(tuple(model.names[s.tensor] for s in busiest), tuple(shapes), model.hidden_names)
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
-        return basis_flops(self.whiten_every, model, 1.0 / replicas, self.interval) if replicas > 1 else (0.0, 0.0)
+        """Return the operations of (products with bases, in and out, and second moments; updates of the bases)."""
+        products = updates = 0.0
+        owned = 1.0 / replicas
+        for shape in filter(has_basis, model.hidden_shapes if self.whiten_every and replicas > 1 else ()):
+            for side, whitened in zip(shape, whitened_sides(shape), strict=True):
+                other = math.prod(shape) // side
+                width = largest_divisor(side, WHITENED_TOGETHER if whitened else ROTATED_TOGETHER)
+                products += (2.0 + (4.0 if whitened else 2.0) * owned / self.interval) * width * side * other
+                if whitened:  # the inverse of the present basis or of the new one, and the root of an owned one
+                    updates += (2.0 + 6.0 * ITERATIONS * owned) * side * width**2 / self.whiten_every
+        return products, updates
 
     def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = {"residual": 2.0 * model.entries, "unsent_update": 4.0 * self.updated_model(model, replicas).entries}
@@ -176,3 +185,30 @@ class QuantizedUpdateOptions(MethodOptions):
             for replica, row in enumerate(group.rows):
                 owned[replica] += sum(entries.get(s.tensor, 0) for s in row)
         return {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * max(owned)}
+
+
+def has_basis(shape: Shape) -> bool:
+    """Return whether a shard of one of Muon's parameters has a basis: a matrix, not a stack of matrices or a row.
+
+    Embedding and output are not among them, because their rows differ by the frequency of a token.
+    """
+    return len(shape) == 2 and min(shape) > 1
+
+
+def basis_entries(shape: Shape) -> int:
+    """Return the entries of the bases of a matrix: `largest_divisor` of each whitened side for each of its entries."""
+    sides = zip(shape, whitened_sides(shape), strict=True)
+    return sum(n * largest_divisor(n, WHITENED_TOGETHER) for n, whitened in sides if whitened)
+
+
+def largest_divisor(size: int, limit: int) -> int:
+    """Return the largest divisor of a size up to a limit."""
+    return next(n for n in range(min(size, limit), 0, -1) if size % n == 0)
+
+
+def whitened_sides(shape: Shape) -> tuple[bool, bool]:
+    """Return which sides of a matrix get a basis by its second moments: the shorter one, or both of a square matrix.
+
+    The longer side is only rotated, because its second moments would need more memory than the matrix.
+    """
+    return shape[0] <= shape[1], shape[1] <= shape[0]

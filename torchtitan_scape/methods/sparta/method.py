@@ -14,13 +14,11 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import StoredTensors, stored
 from torchtitan_scape.kernels.backends import block_code, exchange_passes
-from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, STEP, BlockSlice
+from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
-from torchtitan_scape.methods.sparta.round_steps import RoundSteps
-from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.topology.chunks import double_buffered
 from torchtitan_scape.topology.partition import chunks_of
 
@@ -45,8 +43,6 @@ class Sparta(LocalMethod):
     trials the first rule gave the lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node
     are summed before they are encoded, E_i belongs to the sum, is stored on one rank, and is part of this state.
 
-    With Muon, the sum of the steps of a round is orthogonalized again, see `RoundSteps`.
-
     A group is divided into the same chunks in every step, including the warm-up, so that the owners never change.
     """
 
@@ -63,9 +59,6 @@ class Sparta(LocalMethod):
         passes = exchange_passes(self.backend, (stored(s.parameter).dtype for s in shards))
         of_tensors = shards[0].device, len(shards)
         self._exchange = CodedExchange(self.collectives, code, BLOCK, *of_tensors, passes, repeats=True, subtracts=True)
-        self._round: RoundSteps | None = None
-        if options.orthogonalizes(self.collectives.replicas) and isinstance(context.optimizer, Muon):
-            self._round = RoundSteps(context.optimizer, context.shards, self._anchors)
         warmup = options.warmup_steps if options.warmup_steps >= 0 else context.part_of_run(20, "warmup_steps")
         # Number of groups in each step of the warm-up, and the first group of each step.
         self._group_counts = [round(options.interval ** (1 - done / warmup)) for done in range(warmup)]
@@ -76,10 +69,9 @@ class Sparta(LocalMethod):
         limit = self.collectives.chunk_limit(sum(s.size for s in shards), code)
         self._chunks = [self._chunks_of(group, limit) for group in range(options.interval)]
         self._stored_tensors = StoredTensors(shards)
-        steps = self._round.steps if self._round else {}
-        for kind, tensors in ((FIRST, self._anchors), (OWNER_ERROR, self._owner_error), (STEP, steps)):
+        for kind, tensors in ((FIRST, self._anchors), (OWNER_ERROR, self._owner_error)):
             if tensors:
-                self._exchange.set(kind, [tensors.get(s.name) for s in shards])
+                self._exchange.set(kind, [tensors[s.name] for s in shards])
         # Groups of which another layout may have had other owners, after a load, and those of the last step.
         self._loaded_groups: set[int] = set()
         self._sent_groups: set[int] = set()
@@ -116,12 +108,6 @@ class Sparta(LocalMethod):
         )
         double_buffered((sent.handle, partial(self._exchange.finish, sent, info.applied)) for sent in started)
         self._sent_groups = set(groups)
-        if self._round is not None:
-            self._round.count_step(info.applied)
-            if flush:  # it contains steps of earlier rounds, whose learning rates are not known
-                self._round.reset(info.applied)
-            elif (numbers.stop - 1) // self.options.interval > (numbers.start - 1) // self.options.interval:
-                self._round.finish_round(info.applied)  # they contain a multiple of `interval`
 
     def finish_previous_step(self, applied: bool) -> None:
         if applied:
@@ -132,15 +118,13 @@ class Sparta(LocalMethod):
         states = [State("anchor", self._anchors, per_replica=False, on_migration="model")]
         if self._owner_error:
             states.append(State("owner_error", self._owner_error, per_replica=True, on_migration="displacement"))
-        return states + (self._round.states() if self._round else [])
+        return states
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
         for error in self._owner_error.values():
             error.zero_()
         self._loaded_groups, self._sent_groups = set(range(self.options.interval)), set()
-        if self._round is not None:
-            self._round.reset(torch.ones((), dtype=torch.bool, device=self.context.grad_norm.device))
 
     def density(self) -> float:
         return 1.0 / self.options.interval

@@ -11,7 +11,7 @@ from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, r
 from torchtitan_scape.topology.ring_bytes import LevelSize
 
 BLOCK = 128  # entries that are exchanged together and share a scale
-# With more replicas the owner's error is a separate state, one bit is unbiased, and rounds may be orthogonalized.
+# With more replicas the owner's error is a separate state, and one bit is unbiased.
 MANY_REPLICAS = 4
 
 
@@ -35,10 +35,6 @@ class SpartaOptions(MethodOptions):
     """Steps at the start that average more blocks: all in the first one, then exponentially fewer; 0 for none, -1 for
     5 % of training.steps"""
 
-    orthogonalize: bool = False
-    """With Muon and more than 4 replicas, orthogonalize the sum of the mean steps of a round once more: the mean of
-    orthogonalized steps is too short in directions that differ between replicas. A trial: few runs, one seed"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         rule = "it must be 0 or more, or -1 for 5 % of training.steps"
@@ -54,10 +50,6 @@ class SpartaOptions(MethodOptions):
     def label(self) -> str:
         code = {"auto": " 1bit", "float32": ""}.get(self.code, f" {self.code}")
         return f"{self.method_name()} {self.interval:g}{code}"
-
-    def orthogonalizes(self, replicas: int) -> bool:
-        """Return whether the mean step of a round is orthogonalized with Muon."""
-        return self.orthogonalize and replicas > MANY_REPLICAS
 
     def keeps_owner_error(self, replicas: int) -> bool:
         """Return whether the owner's error is a separate state. In the parameters, that of "1bit_unbiased" diverges."""
@@ -83,9 +75,6 @@ class SpartaOptions(MethodOptions):
 
     def exchange_share(self) -> float:
         return 1.0 / self.interval
-
-    def extra_orthogonalizations(self, replicas: int) -> float:
-        return self.exchange_share() if self.orthogonalizes(replicas) else 0.0
 
 
 class GroupSlice(NamedTuple):

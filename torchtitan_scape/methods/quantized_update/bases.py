@@ -3,8 +3,8 @@
 A code of few bits makes an error of about equal size in every entry of a block. The singular values of a gradient
 differ widely, and Muon moves all singular directions by the same distance: the error covers the weak ones.
 In a basis that divides every direction by its root mean square, the error is smallest where the gradient is. The second
-moments are those of Shampoo (Gupta et al., arXiv:1802.09568), made of synchronized gradients. Where all replicas have
-these, no basis is sent.
+moments are those of Shampoo (Gupta et al., arXiv:1802.09568), made of synchronized gradients. Only the owner of a
+matrix has these: it computes the basis and sends it to all replicas.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.methods.quantized.options import (
+from torchtitan_scape.methods.quantized_update.options import (
     ITERATIONS,
     ROTATED_TOGETHER,
     WHITENED_TOGETHER,
@@ -146,33 +146,24 @@ class MatrixBasis:
             self.left.observe(gradient, applied)
             self.right.observe(gradient.T, applied)
 
-    def decode_and_observe_(self, gradient: Tensor, applied: Tensor) -> None:
-        """Replace a synchronized gradient (n,) or (a, b) in the basis by its values without it, and observe it."""
-        decoded = self.decode(gradient)
-        self.observe(decoded, applied)
-        gradient.view(self.shape).copy_(decoded)
-
-    def change(self, forward: Sequence[Tensor], pending: Sequence[Tensor], applied: Tensor) -> None:
-        """Change to the bases `forward` of the whitened sides, and pending errors (n,) or (a, b) with them."""
-        gradients = [self.decode(error.float()) for error in pending]
+    def change(self, forward: Sequence[Tensor], residual: Tensor, applied: Tensor) -> None:
+        """Change to the bases `forward` of the whitened sides, and a residual (n,) or (a, b) with them."""
+        gradient = self.decode(residual.float())
         for side, new in zip(self.whitened, forward, strict=True):
             side.change(new, applied)
-        for error, gradient in zip(pending, gradients, strict=True):
-            masked_copy_(error.view(self.shape), self.encode(gradient), applied)
+        masked_copy_(residual.view(self.shape), self.encode(gradient), applied)
 
 
 class WhiteningBases:
     """The bases of the matrices that Muon updates, by the name of the parameter.
 
-    A shard of a matrix, as FSDP2 makes it, is treated as a matrix. Every replica has the second moments of all of them,
-    or, with `owners`, one replica of each: it sends the basis to the others, which have neither these nor the inverse.
-    All replicas change a basis in the same step.
+    A shard of a matrix, as FSDP2 makes it, is treated as a matrix. Its owner has the second moments and the inverse of
+    the basis, and sends the basis to the others. All replicas change a basis in the same step.
 
     Args:
         shards: All parameters of this rank.
-        hidden: The names of those that Muon updates or would update.
+        owners: The replica that owns each parameter of Muon, by name.
         collectives: Communication with the other replicas.
-        owners: The replica with the second moments of each matrix, by name; None for all replicas.
 
     Attributes:
         bases: By the name of the parameter.
@@ -183,9 +174,8 @@ class WhiteningBases:
     def __init__(
         self,
         shards: Sequence[Shard],
-        hidden: Collection[str],
+        owners: Mapping[str, int],
         collectives: ReplicaCollectives,
-        owners: Mapping[str, int] | None = None,
     ) -> None:
         self._collectives, self._owners = collectives, owners
         self.bases: dict[str, MatrixBasis] = {}
@@ -193,32 +183,30 @@ class WhiteningBases:
         self.copies: dict[int, Tensor] = {}
         for i, shard in enumerate(shards):
             shape = tuple(shard.local_shape)
-            if shard.name in hidden and has_basis(shape):
+            if shard.name in owners and has_basis(shape):
                 self.bases[shard.name] = MatrixBasis.of((shape[0], shape[1]), shard.device, self._owns(shard.name))
                 self.numbers.append(i)
 
     def _owns(self, name: str) -> bool:
-        return self._owners is None or self._owners[name] == self._collectives.replica
+        return self._owners[name] == self._collectives.replica
 
     def _numbered(self) -> Iterator[tuple[int, str, MatrixBasis]]:
         return ((i, *item) for i, item in zip(self.numbers, self.bases.items(), strict=True))
 
-    def change(self, pending: Sequence[Mapping[str, Tensor]], applied: Tensor) -> None:
-        """Change to the bases of the present second moments. Collective with `owners`.
+    def change(self, residuals: Mapping[str, Tensor], applied: Tensor) -> None:
+        """Change to the bases of the present second moments. Collective.
 
         Args:
-            pending: Errors by name, in the bases; changed in place.
+            residuals: By name, in the bases; changed in place.
             applied: Nothing changes unless it is True, bool ().
         """
         for name, basis in self.bases.items():
             sides, owns = basis.whitened, self._owns(name)
-            forward = [side.whitening() if owns else side.forward for side in sides]
-            if self._owners is not None:
-                message = torch.cat([side.flatten() for side in forward])
-                self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
-                parts = message.split([side.numel() for side in forward])
-                forward = [part.view_as(side.forward) for part, side in zip(parts, sides, strict=True)]
-            basis.change(forward, [errors[name] for errors in pending if errors], applied)
+            message = torch.cat([(side.whitening() if owns else side.forward).flatten() for side in sides])
+            self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
+            parts = message.split([side.forward.numel() for side in sides])
+            forward = [part.view_as(side.forward) for part, side in zip(parts, sides, strict=True)]
+            basis.change(forward, residuals[name], applied)
 
     def encode(self, gradients: Sequence[Tensor]) -> None:
         """Replace the gradients of these parameters, FP32, (n,) or (a, b), by their values in the bases."""
@@ -241,17 +229,17 @@ class WhiteningBases:
                 values[i].record_stream(torch.cuda.current_stream(values[i].device))
         return values
 
-    def decode_and_observe(
-        self, gradients: Sequence[Tensor], applied: Tensor, numbers: Collection[int] | None = None
-    ) -> None:
-        """Replace synchronized gradients by their values in the model's own basis, and observe them.
+    def decode_and_observe(self, gradients: Sequence[Tensor], applied: Tensor, numbers: Collection[int]) -> None:
+        """Replace synchronized gradients of own matrices by their values in the model's own basis, and observe them.
 
         Args:
-            numbers: The shards whose gradients are synchronized; None for all. Those of other owners are left out.
+            numbers: The shards whose gradients are synchronized.
         """
         for i, name, basis in self._numbered():
-            if self._owns(name) and (numbers is None or i in numbers):
-                basis.decode_and_observe_(gradients[i], applied)
+            if self._owns(name) and i in numbers:
+                decoded = basis.decode(gradients[i])
+                basis.observe(decoded, applied)
+                gradients[i].view(basis.shape).copy_(decoded)
 
     def decoded(self, name: str, values: Tensor) -> Tensor:
         """Return values of a parameter, (n,), in the model's own basis."""
@@ -263,7 +251,7 @@ class WhiteningBases:
 
         The owner of a matrix counts its own for all replicas, because the others would have to compute the inverse.
         """
-        if self._owners is None or name not in self.bases:
+        if name not in self.bases:
             return 1
         return self._collectives.replicas if self._owns(name) else 0
 
@@ -286,8 +274,7 @@ class WhiteningBases:
     def replicated(self, name: str) -> list[tuple[str | None, Tensor]]:
         """Return the tensors of a parameter that are bitwise equal on all replicas."""
         tensors = self.bases[name].tensors() if name in self.bases else {}
-        shared = [kind for kind in tensors if self._owners is None or kind.endswith("forward")]
-        return [(f"basis.{kind}", tensors[kind]) for kind in shared]
+        return [(f"basis.{kind}", tensor) for kind, tensor in tensors.items() if kind.endswith("forward")]
 
 
 def saved_decoders(reader: Any, shards: Sequence[Shard]) -> dict[str, Callable[[Tensor], Tensor]] | None:
