@@ -71,7 +71,6 @@ METHODS = {
         "--sync.method=radius",
         "--sync.radius.interval=3",
         "--sync.radius.start=2",
-        "--sync.radius.clip_refresh=fresh",
         "--optimizer.name=AdamW",
     ],
     "radius-adams": [
@@ -79,7 +78,6 @@ METHODS = {
         "--sync.radius.interval=4",
         "--sync.radius.start=0",
         "--sync.radius.selection=block",
-        "--sync.radius.release_scale=2.0",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
     "quantized-2bit": ["--sync.method=quantized", "--sync.quantized.code=2bit", "--optimizer.name=Muon"],
@@ -89,12 +87,7 @@ METHODS = {
         "--sync.quantized_update.interval=2",
         "--optimizer.name=Muon",
     ],
-    "onebit": [
-        "--sync.method=onebit_adam",
-        "--sync.onebit_adam.warmup_steps=4",
-        "--sync.onebit_adam.variance_updates=2",
-        "--optimizer.name=AdamW",
-    ],
+    "onebit": ["--sync.method=onebit_adam", "--sync.onebit_adam.warmup_steps=3", "--optimizer.name=AdamW"],
     "diloco": ["--sync.method=diloco", "--sync.diloco.inner_steps=3", "--optimizer.name=AdamW"],
     # Fragments: two layers and the other parameters; an exchange is in flight after step 4.
     "streaming": [

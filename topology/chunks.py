@@ -71,21 +71,6 @@ class ConcatSource:
         return pieces
 
 
-class AddingSource(ConcatSource):
-    """`Source` of flat FP32 tensors that is read-only: results are added to other tensors of the same sizes."""
-
-    def __init__(self, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        super().__init__(tensors)
-        self._sums = ConcatSource(sums)
-
-    def view(self, first: int, length: int) -> Tensor | None:
-        return None
-
-    def store(self, chunk: Tensor, first: int) -> None:
-        parts = self._sums._parts(first, chunk.numel())
-        torch._foreach_add_(parts, list(chunk.split([part.numel() for part in parts])))
-
-
 class RowSource:
     """Slices of a `Source` as the rows of a matrix with one row per replica. A chunk is a range of columns.
 

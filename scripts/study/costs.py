@@ -119,7 +119,7 @@ def shares(options: Options, run: dict[str, Any]) -> tuple[float, float]:
     """
     kind, replicas = options["sync.method"], run["replicas"]
     in_blocks = f"sync.{kind}.block_size" in options and options.get(f"sync.{kind}.selection") == "block"
-    known = replicas > 1 and run["parameters"] == STUDY.parameters and not options.get(f"sync.{kind}.dense_names")
+    known = replicas > 1 and run["parameters"] == STUDY.parameters
     if not (in_blocks and known):
         return counted_shares(run)
     # A top-k message that would be longer than dense gradients is not sent.

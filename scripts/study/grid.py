@@ -25,7 +25,7 @@ MAX_MICRO_BATCH = 32  # sequences
 _WITHOUT_EFFECT = ("job.", "metrics.")
 # Fields of a method's section, some of one method, that a run's identity contains only where a grid or recipe sets
 # them.
-_NOT_SPELLED_OUT = ("dense_names", "update", "weights_dtype", "offload", "bytes", "whiten_every")
+_NOT_SPELLED_OUT = ("update", "weights_dtype", "offload", "bytes", "whiten_every")
 _NOT_SPELLED_OUT += ("topk.code", "sparseloco.code", "demo.code", "diloco.decay", "streaming_diloco.decay")
 # Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity, among
 # them `program`, a module that simulates replicas in the place of the trainer; tables, of which `also` has further

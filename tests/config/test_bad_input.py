@@ -50,7 +50,8 @@ def check(arguments: list[str]) -> None:
             r"\[sync.scape\] wait_scaling is now staleness_scaling: set staleness_scaling = true",
         ),
         ("[sync.scape]\nparameters = 'gather'", r"it is now update: .* and \"gather\" \"sharded\""),
-        ("[sync.topk]\ndense_names = 'a'", "dense_names = 'a'; it must be a list of strings"),
+        ("[sync.topk]\ndense_names = ['a']", r"\[sync.topk\] dense_names = .*: it was removed, delete it"),
+        ("[sync.scape]\noffload = 'a'", "offload = 'a'; it must be a list of strings"),
         (
             "[sync.scape]\ncode = 'int3'",
             r"code = 'int3'; it must be 'float32' \| 'int8' \| 'int4' \| '2bit' \| '1bit'",

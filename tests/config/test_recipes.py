@@ -119,7 +119,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "sync.method": "radius",
         "sync.radius.density": 0.5,
         "sync.radius.interval": 200,
-        "sync.radius.release_scale": 1.0,
+        "sync.radius.selection": "tensor",
     },
     "sparta": {
         "optimizer.name": "AdamW",

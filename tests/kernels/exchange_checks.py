@@ -251,10 +251,8 @@ def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOpti
     return all_tensors(methods)
 
 
-def adam(
-    device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16), variance_updates: int = 0
-) -> list[Tensor]:
-    """Return first moments and errors after three steps; the last two, or one of them, send the momentum.
+def adam(device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16)) -> list[Tensor]:
+    """Return first moments and errors after three steps, of which the last two send the momentum.
 
     limits: As in `quantized`.
     """
@@ -265,9 +263,7 @@ def adam(
     for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, total_steps=3)
         limit_chunks(endpoint, limits)
-        warmup = 1 + 2 * variance_updates
-        options = OnebitAdamOptions(warmup_steps=warmup, code="e2m1", variance_updates=variance_updates)
-        methods.append(OnebitAdam(context, options))
+        methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
 
     def work(i: int) -> None:
         for number in range(1, 4):

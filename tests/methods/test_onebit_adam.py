@@ -95,25 +95,21 @@ def owned_blocks(replicas: int) -> list[tuple[int, slice, int]]:
     return found
 
 
-def literal(replicas: int, updates: set[int]) -> dict[str, Any]:
+def literal(replicas: int) -> dict[str, Any]:
     """Algorithm 1 in FP64 with AdamW's bias corrections.
 
     Messages and errors are divided by 1 - beta1, because BF16 rounds scales in these units.
-
-    Args:
-        updates: steps that update the variance with the mean of the gradients.
     """
     x = [values.double().view(-1).numpy().copy() for values in start()]
     m, v = ([np.zeros(prod(shape)) for shape in SHAPES] for _ in range(2))
     delta = [[np.zeros_like(each) for each in x] for _ in range(replicas)]  # of the workers
     delta_bar = [np.zeros_like(each) for each in x]  # of the servers
-    counted, seen = 0, 0
     for t in range(1, STEPS + 1):
         g = [[each.double().numpy() for each in gradients(t, r)] for r in range(replicas)]
-        if t in updates:
+        counted = min(t, WARMUP)  # updates of the variance, with the mean of the gradients
+        if t <= WARMUP:
             mean = [np.mean([own[i] for own in g], 0) for i in range(len(x))]
             norm = np.sqrt(sum((each**2).sum() for each in mean))
-            counted, seen = counted + 1, seen + 1
             for i, each in enumerate(mean):
                 each = each * min(1.0, MAX_NORM / (norm + 1e-6))
                 m[i] = BETA1 * m[i] + (1 - BETA1) * each
@@ -138,7 +134,7 @@ def literal(replicas: int, updates: set[int]) -> dict[str, Any]:
             frozen = v[i] / (1 - BETA2**counted)
             quotient = np.where(frozen > 0, m[i] / (1 - BETA1**t) / (np.sqrt(frozen) + EPS), 0.0)
             x[i] = x[i] * (1 - LR * DECAY) - LR * quotient
-    return {"parameters": x, "exp_avg": m, "exp_avg_sq": v, "delta": delta, "delta_bar": delta_bar, "updates": counted}
+    return {"parameters": x, "exp_avg": m, "exp_avg_sq": v, "delta": delta, "delta_bar": delta_bar}
 
 
 def near(found: list[np.ndarray], expected: list[np.ndarray], others: float = 0.0) -> bool:
@@ -147,20 +143,17 @@ def near(found: list[np.ndarray], expected: list[np.ndarray], others: float = 0.
     return bool(np.mean(np.abs(one - other) > 1e-4 * np.sqrt(np.mean(other**2))) <= others)
 
 
-@pytest.mark.parametrize(
-    "replicas, kappa, updates",
-    [(2, 0, {1, 2, 3, 4, 5, 6}), (4, 0, {1, 2, 3, 4, 5, 6}), (3, 2, {1, 2, 3, 5})],
-)
-def test_equals_the_paper(replicas: int, kappa: int, updates: set[int]) -> None:
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_equals_the_paper(replicas: int) -> None:
     """Including the errors of workers and servers, apart from entries near zero: rounding decides on their signs."""
-    expected = literal(replicas, updates)
-    ranks = run_replicas(replicas, lambda collectives: descend(collectives, variance_updates=kappa))
+    expected = literal(replicas)
+    ranks = run_replicas(replicas, descend)
     for rank, found in enumerate(ranks):
         for kind in ("parameters", "exp_avg", "exp_avg_sq"):
             assert near(found[kind], expected[kind]), kind
             assert all(np.array_equal(a, b) for a, b in zip(found[kind], ranks[0][kind], strict=True))
         assert near(found["residual"], expected["delta"][rank], 0.01)
-        assert all(each == len(updates) == expected["updates"] for each in found["updates"])
+        assert all(each == WARMUP for each in found["updates"])
     owners = [np.sum([found["owner_error"][i] for found in ranks], 0) for i in range(len(SHAPES))]
     assert near([each / replicas for each in owners], expected["delta_bar"], 0.01)
 
@@ -173,12 +166,11 @@ def test_entries_without_a_variance_keep_their_values() -> None:
         np.testing.assert_allclose(found["parameters"][0][SILENT], kept, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kappa", [0, 2])
-def test_a_skipped_step_changes_nothing(kappa: int) -> None:
-    """In the warm-up, between two updates of the variance, and after them: every replica and its moments."""
+def test_a_skipped_step_changes_nothing() -> None:
+    """In the warm-up and after it: every replica and its moments."""
 
     def work(collectives: ReplicaCollectives) -> None:
-        method = make(collectives, variance_updates=kappa)
+        method = make(collectives)
         for number in range(1, STEPS + 1):
             before = everything(method)
             own = gradients(number, collectives.replica)
@@ -219,13 +211,12 @@ def test_replicas_clip_by_their_own_norms_after_the_warm_up() -> None:
         assert [float(found["norms"][number - 1]) for found in ranks] == pytest.approx(expected, rel=1e-5), number
 
 
-@pytest.mark.parametrize("kappa", [0, 2])
-def test_steps_of_a_constant_gradient_have_the_length_of_the_learning_rate(kappa: int) -> None:
+def test_steps_of_a_constant_gradient_have_the_length_of_the_learning_rate() -> None:
     """In the warm-up and after it; the momentum has more updates than the variance."""
     constant = [torch.sign(gradient) for gradient in gradients(WARMUP + 1, 0)]
 
     def work(collectives: ReplicaCollectives) -> None:
-        method = make(collectives, variance_updates=kappa, code="int8")
+        method = make(collectives, code="int8")
         for group in method.context.optimizer.param_groups:
             group["weight_decay"] = 0.0
         for number in range(1, STEPS + 1):
@@ -277,22 +268,6 @@ def test_every_group_has_its_own_momentum(replicas: int) -> None:
 # --------------------------------------------------------------------------------------------------- schedules
 
 
-def test_the_interval_between_variance_updates_doubles() -> None:
-    """k(j + 1) - k(j) = 2^floor(j / kappa), from the first step on."""
-    for kappa in (1, 2, 16):
-        options, expected, step = OnebitAdamOptions(variance_updates=kappa), [], 1
-        for j in range(5 * kappa):
-            expected.append(step)
-            step += 2 ** (j // kappa)
-        assert [n for n in range(1, step) if options.updates_variance(n, 10**6)] == expected
-        assert not options.updates_variance(expected[-1], expected[-1] - 1)
-        assert [options.updates_until(n, 10**6) for n in expected] == list(range(1, 5 * kappa + 1))
-        assert options.updates_until(expected[-1] - 1, 10**6) == 5 * kappa - 1
-        assert options.updates_until(step, expected[-2]) == 5 * kappa - 1  # the warm-up ends there
-    every = OnebitAdamOptions()
-    assert [n for n in range(1, 9) if every.updates_variance(n, 5)] == [1, 2, 3, 4, 5]
-
-
 def test_the_default_warm_up_is_a_share_of_the_run() -> None:
     assert OnebitAdamOptions().last_update(980) == 147 and OnebitAdamOptions().last_update(1) == 1
     assert OnebitAdamOptions(warmup_steps=7).last_update(0) == 7
@@ -304,7 +279,6 @@ def test_the_default_warm_up_is_a_share_of_the_run() -> None:
     "options, message",
     [
         ({"warmup_steps": 0}, r"\[sync.onebit_adam\] warmup_steps = 0; it must be 1 or more, or -1"),
-        ({"variance_updates": -1}, r"variance_updates = -1; it must be 0 \(every step\) or more"),
         ({"block": 48}, r"block = 48; it must be a power of two from 32 to 1024"),
     ],
 )

@@ -47,7 +47,7 @@ class Literal:
     """All replicas in one process. Comments contain the line numbers of Algorithm 1."""
 
     def __init__(self, replicas: int, rule: str, options: dict[str, Any]) -> None:
-        self.options = {"selection": "tensor", "clip_refresh": "literal", "release_scale": 1.0} | options
+        self.options = {"selection": "tensor"} | options
         self.rule, self.t, self.applied = rule, 0, 0
         self.w = [w.double().view(-1) for w in drawn(0)]
         self.m, self.v = ([torch.zeros_like(w) for w in self.w] for _ in range(2))
@@ -62,29 +62,23 @@ class Literal:
         if not all(x.isfinite().all() for own in g for x in own):
             return
         self.applied += 1
-        fresh = [mean(tensors) for tensors in zip(*g, strict=True)]
         refresh = self.t >= self.threshold and self.t % self.options["interval"] == 0
         if self.t < self.threshold or (self.top is None and not refresh):
-            delivered = fresh  # lines 3 to 5; also if the first refresh was skipped
+            # Lines 3 to 5; also if the first refresh was skipped.
+            delivered = [mean(tensors) for tensors in zip(*g, strict=True)]
         elif refresh:
             whole = [[r + x for r, x in zip(*pair, strict=True)] for pair in zip(self.residual, g, strict=True)]  # 8
             delivered = [mean(tensors) for tensors in zip(*whole, strict=True)]  # 9
             self.residual = [[torch.zeros_like(x) for x in own] for own in g]  # 10
         else:
             delivered = [self._masked(i, [own[i] for own in g]) for i in range(len(SHAPES))]
-        clipped_by = fresh if refresh and self.options["clip_refresh"] == "fresh" else delivered
-        norm = sum(float(x.square().sum()) for x in clipped_by) ** 0.5
+        norm = sum(float(x.square().sum()) for x in delivered) ** 0.5
         delivered = [x * min(1.0, MAX_NORM / (norm + 1e-6)) for x in delivered]  # 20
-        before = self.top
         corrected = [self._correction(i, x) for i, x in enumerate(delivered)]  # 21
         if refresh:
             self.top = [self._selected(i, u + DECAY * self.w[i]) for i, u in enumerate(corrected)]  # 22 to 24
         for i, u in enumerate(corrected):
             self.w[i] -= LR * (u + DECAY * self.w[i])  # 25
-            if refresh and before is not None and len(SHAPES[i]) > 1:
-                off = torch.ones_like(u, dtype=torch.bool)
-                off[before[i]] = False
-                self.w[i] -= LR * (self.options["release_scale"] - 1.0) * u * off
 
     def _masked(self, i: int, rows: list[Tensor]) -> Tensor:
         if len(SHAPES[i]) < 2:
@@ -176,13 +170,13 @@ FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
 @pytest.mark.parametrize(
     "replicas, name, options, nan_at",
     [
-        (1, "AdamW foreach", TWO | {"clip_refresh": "fresh"}, ()),
+        (1, "AdamW foreach", TWO, ()),
         (2, "AdamW fused", TWO, ()),
         (3, "AdamS", TWO, (25,)),
         # The first refresh and the one at step 40 are skipped: the residual remains until step 50.
-        (3, "AdamW foreach", FOUR | {"selection": "block", "release_scale": 3.0}, (20, 25, 40)),
-        (2, "AdamW foreach", FOUR | {"clip_refresh": "fresh"}, (40,)),
-        (2, "AdamS", FOUR | {"release_scale": 2.0, "density": 0.1}, (20,)),
+        (3, "AdamW foreach", FOUR | {"selection": "block"}, (20, 25, 40)),
+        (2, "AdamW foreach", FOUR, (40,)),
+        (2, "AdamS", FOUR | {"density": 0.1}, (20,)),
     ],
 )
 def test_equals_the_algorithm_of_the_paper(
@@ -335,7 +329,7 @@ def test_parameters_of_other_dtypes_have_the_mask_of_fp32(kind: Any, selection: 
         model = nn.Linear(64, 64, bias=False)
         nn.init.zeros_(model.weight)
         model.to(dtype)
-        options = RadiusOptions(density=0.25, start=0, interval=2, selection=selection, release_scale=2.0)
+        options = RadiusOptions(density=0.25, start=0, interval=2, selection=selection)
         optimizer = replicate(model, kind(model.parameters(), lr=1e-2), options, SimulatedReplicas(2))
         generator = torch.Generator().manual_seed(0)
         for _ in range(5):
@@ -371,8 +365,7 @@ def test_a_full_exchange_is_a_refresh() -> None:
         ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
         ({"interval": 0}, "interval = 0; it must be 1 or more"),
         ({"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
-        ({"release_scale": 0.5}, "release_scale = 0.5; it must be 1"),
-        ({"clip_refresh": "never"}, "clip_refresh = 'never'"),
+        ({"selection": "tile"}, "selection = 'tile'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:

@@ -196,8 +196,6 @@ def test_radius_sends_mask_entries_and_all_entries_at_a_refresh() -> None:
     assert masked.share == 0.98 and 0 <= masked.count - (on_mask + 1000) < 8
     assert (whole.count, whole.share) == (n, 0.02)
     assert sum(sent(options)) == pytest.approx(6 * (0.98 * masked.count + 0.02 * n))
-    *others, fresh = calls(replace(options, clip_refresh="fresh"))
-    assert others == [masked, whole] and (fresh.count, fresh.share) == (sparse, 0.02)
     assert calls(RadiusOptions(density=0.4, selection="block"))[0].count == 410 * 4608 + 1000
     alone = ADAMW.simulated_memory(MODEL, 1)
     assert run.simulated_memory(MODEL, 1) == alone | {"residual": 4 * sparse, "masks": sparse / 8}
@@ -214,22 +212,6 @@ def test_only_kernels_have_lists_of_the_mask(selection: Literal["block", "tensor
     expected = 2.0 * 2 * (10 * 4608 + 1000) if lists else 0.0  # ten of each block of 1024, and the vector
     assert cost.held_memory(MODEL, 4)["mask lists"] == expected
     assert PlannedRun(cost).simulated_memory(MODEL, 4)["mask lists"] == 4 * expected
-
-
-def test_dense_names_are_not_compressed() -> None:
-    """The second matrix is treated like a vector, and not compressed by tiles, unlike vectors."""
-    flat = LocalModel.of_shapes((SHAPES[0], (1024 * 512,), SHAPES[2]))
-    for options in (
-        RadiusOptions(density=0.4),
-        TopkOptions(density=0.01),
-    ):
-        dense = replace(options, dense_names=["p1"])
-        assert calls(dense) == calls(options, model=flat) != calls(options)
-        assert PlannedRun(dense).simulated_memory(MODEL, 1) == PlannedRun(options).simulated_memory(flat, 1)
-    tiles, whole = calls(TopkOptions(density=0.01, selection="tile", dense_names=["p1"]))
-    assert whole.count == 1024 * 512
-    others = LocalModel.of_shapes((SHAPES[0], SHAPES[2]))
-    assert tiles == calls(TopkOptions(density=0.01, selection="tile"), model=others)[0]
 
 
 LAYERS = LocalModel(("tok_embeddings.weight", "layers.0.w", "layers.1.w", "layers.2.w"), ((1024, 512),) * 4)

@@ -126,21 +126,6 @@ def test_the_largest_stage_of_a_pipeline_is_predicted() -> None:
     assert report.kinds == kinds
 
 
-def test_dense_names_have_no_residual() -> None:
-    from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.planner.configured import method_of
-    from torchtitan_scape.trainer.layout import layout_of
-    from torchtitan_scape.trainer.specs import register
-
-    with patch.dict(os.environ, {"NGPU": "4"}):
-        arguments = [*RECIPE, *EMBEDDED, *METHODS["radius"], "--comm.mode=fake_backend"]
-        plain, whole = (parse([*arguments, *more]) for more in ([], ["--sync.radius.dense_names=output.weight"]))
-        register(whole, with_data=False)
-        kinds = [MemoryReport.of(config, layout_of(config), None).kinds for config in (plain, whole)]
-    assert method_of(whole).options.dense_names == ["output.weight"]  # type: ignore[attr-defined]
-    assert kinds[0]["residual"] - kinds[1]["residual"] == 4 * 4096 * 128
-
-
 def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
     """For several methods; encoded messages are not part of the comparison."""
     from torchtitan_scape.config.parsing import parse

@@ -172,16 +172,6 @@ def check_contiguous(shards: Sequence[Shard], method: str) -> None:
             raise ValueError(f"method {method!r} needs contiguous parameters, and {shard.name!r} is not")
 
 
-def split(shards: Sequence[Shard], dense_names: Sequence[str]) -> tuple[list[Shard], list[Shard]]:
-    """Return the compressed shards (global ndim of 2 or more, not named dense) and the others."""
-    unknown = set(dense_names) - {s.name for s in shards}
-    if unknown:
-        raise ValueError(f"dense_names has {sorted(unknown)[0]!r}, which is no parameter of the model")
-    sparse = [s for s in shards if s.parameter.ndim >= 2 and s.name not in dense_names]
-    dense = [s for s in shards if s.parameter.ndim < 2 or s.name in dense_names]
-    return sparse, dense
-
-
 def contiguous_gradient(shard: Shard) -> Tensor:
     """Return the local gradient, contiguous and of any shape, in its own dtype, without a copy or a view if possible.
 

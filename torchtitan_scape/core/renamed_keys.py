@@ -35,6 +35,13 @@ REMOVED_KEYS: dict[str, str] = {
     "sync.scape.max_wait": "it was removed, delete it: the limit is always 1000",
     "sync.scape.keep_moment": "it was removed, delete it: with staleness_scaling the factor is always 0.5",
     **{f"sync.scape.{key}": _UPDATE_CODE for key in ("update_code", "values", "values_dtype")},
+    "sync.onebit_adam.variance_updates": "it was removed, delete it: every step of the warm-up updates the variance",
+    **{
+        f"sync.{method}.dense_names": "it was removed, delete it: every matrix is compressed"
+        for method in ("topk", "tagc", "radius")
+    },
+    "sync.radius.clip_refresh": 'it was removed, delete it: "literal", the rule of the paper, is the only one',
+    "sync.radius.release_scale": "it was removed, delete it: as in the paper, the factor is always 1",
     "sync.sparta.orthogonalize": "it was removed, delete it: with more than 4 replicas, quantized_update with Muon has "
     "the lower loss",
     "sync.quantized.whiten_every": "it was removed, delete it: quantized_update with Muon encodes its matrices in such "
@@ -54,6 +61,10 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.max_staleness": 1000,
     "sync.scape.max_wait": 1000,
     "sync.scape.keep_moment": 0.5,
+    "sync.onebit_adam.variance_updates": 0,
+    **{f"sync.{method}.dense_names": [] for method in ("topk", "tagc", "radius")},
+    "sync.radius.clip_refresh": "literal",
+    "sync.radius.release_scale": 1.0,
     "sync.sparta.orthogonalize": False,
     "sync.quantized.whiten_every": 0,
     "sharding.weights_block": 256,

@@ -77,10 +77,9 @@ class LocalModel:
         """Shapes of the parameters that Muon updates."""
         return [shape for i, shape in enumerate(self.shapes) if self.is_hidden(i)]
 
-    def matrices(self, dense_names: Collection[str] = ()) -> list[Shape]:
-        """Return the shapes with two or more dimensions, except those of `dense_names`."""
-        pairs = zip(self.names, self.shapes, strict=True)
-        return [shape for name, shape in pairs if len(shape) > 1 and name not in dense_names]
+    def matrices(self) -> list[Shape]:
+        """Return the shapes with two or more dimensions."""
+        return [shape for shape in self.shapes if len(shape) > 1]
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class GradientMethod(Method):
         if self.collectives.is_writer:
             self._observe(gradients, info)
             with phase("clip"):
-                norms = self.gradient_norms(gradients)
+                norms = self.norms(gradients)
                 norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
                 # The norm of a sparse gradient may not show another replica's NaN.
                 context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
@@ -196,10 +196,6 @@ class GradientMethod(Method):
 
     def after_optimizer_step(self, info: StepInfo) -> None:
         """Run after the optimizer's update, for example to select the next mask. Collective."""
-
-    def gradient_norms(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norms that clipping uses, FP64 (shards,); by default those of the synchronized gradients."""
-        return self.norms(gradients)
 
     def scale_to_mean(self, gradients: list[Tensor]) -> None:
         """Multiply by `context.gradient_scale`, in place."""

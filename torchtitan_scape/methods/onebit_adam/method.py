@@ -1,12 +1,10 @@
 """1-bit Adam: momentum in one bit, preconditioned by a variance that does not change any more.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (ICML 2021),
-arXiv:2102.02888, Algorithm 1. Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam"
-(ICLR 2023), arXiv:2202.06009, for the schedule of variance updates.
+arXiv:2102.02888, Algorithm 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,26 +17,21 @@ from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
 from torchtitan_scape.methods.base import clip_factor, norm_over_model
-from torchtitan_scape.methods.chunked import SentValues
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
-from torchtitan_scape.topology.comm_stream import Handle
 
 
 class OnebitAdam(Quantized):
     """One step t (m: the momentum that all replicas share, v: the variance, g_i: the gradient of replica i).
 
-    Steps that update the variance are dense AdamW: the mean of g_i, clipped by its norm. Every other step:
+    The steps of the warm-up are dense AdamW: the mean of g_i, clipped by its norm. Every later step:
 
     1. Each replica clips g_i by its own norm, because the norm of the mean is not known yet.
     2. m_i = beta1 m + (1 - beta1) g_i, and m becomes the mean of m_i in the code of the exchange, with the errors of
        the replica and of the owner added before each of the two encodings.
     3. theta -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where u counts the
        updates of v.
-
-    The momentum has t updates and the variance u. AdamW corrects both by u; where t is larger, in 0/1 Adam, its step is
-    rescaled to the correction by t.
 
     The exchange is that of `Quantized` in units of the gradient: it sends m_i / (1 - beta1), and `synchronize` returns
     the gradient g with beta1 m + (1 - beta1) g equal to the new momentum. Moments are the state of AdamW. Its counter
@@ -56,16 +49,12 @@ class OnebitAdam(Quantized):
         self._adam = elementwise_update(self.backend, "frozen")
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
-        self._keeps_errors = False  # in this step: pending errors wait for a step that sends the momentum
 
     # ------------------------------------------------------------------------------------------ the step
 
     def step(self, gradients: list[Tensor], info: StepInfo) -> None:
         if self._is_dense(info.number):
-            updates = self.options.updates_until(info.number, self._last_update)
-            rescaled = self.collectives.is_writer and updates < info.number
-            with _corrected_by(self.context.optimizer, updates, info.number) if rescaled else nullcontext():
-                super().step(gradients, info)
+            super().step(gradients, info)
             return
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
@@ -106,7 +95,7 @@ class OnebitAdam(Quantized):
         return lambda: self._as_gradients(finish())
 
     def synchronize_momenta(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        """Return the new momentum divided by 1 - beta1. In a step that updates the variance: as `synchronize`.
+        """Return the new momentum divided by 1 - beta1. In a step of the warm-up: as `synchronize`.
 
         The old momentum is read before the exchange only: afterwards another simulated replica may have updated it.
         """
@@ -114,7 +103,7 @@ class OnebitAdam(Quantized):
         return super().synchronize(gradients, info)
 
     def _begin_step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        """Add the old momentum, unless the variance is updated. The exchange multiplies both by `gradient_scale`."""
+        """Add the old momentum after the warm-up. The exchange multiplies both by `gradient_scale`."""
         self._updates_variance = self._is_dense(info.number)
         if not self._updates_variance:
             self._add_momenta(gradients, 1.0 / self.context.gradient_scale)
@@ -126,29 +115,15 @@ class OnebitAdam(Quantized):
 
     def begin(self) -> None:
         full = self.take_full_exchange_request()
-        self._keeps_errors = self._updates_variance and self.options.variance_updates > 0 and not full
         self._begin_exchange(self._updates_variance or full or self.collectives.replicas == 1)
 
-    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> Any:
-        start = super(Quantized, self).start_chunk if self._keeps_errors else super().start_chunk
-        return start(number, gradients, applied)
-
-    def finish_chunk(self, sent: Any, applied: Tensor) -> None:
-        finish = super(Quantized, self).finish_chunk if isinstance(sent, SentValues) else super().finish_chunk
-        finish(sent, applied)
-
-    def send(self, values: Tensor) -> Handle:
-        self.scale_to_mean([values])
-        return self.collectives.all_reduce(values)
-
     def check_second_moments(self, loaded: bool, step: int) -> None:
-        remaining = range(step + 1, self._last_update + 1)
-        updates = sum(self.options.updates_variance(number, self._last_update) for number in remaining)
+        updates = max(0, self._last_update - step)
         if not loaded and updates < UPDATES_OF_A_NEW_VARIANCE:
             raise ValueError(
                 f"[sync.onebit_adam] warmup_steps = {self.options.warmup_steps} ends at step {self._last_update}, and "
                 f"the checkpoint of step {step} has no variance: after {updates} updates it would be frozen; set "
-                f"warmup_steps to {step + UPDATES_OF_A_NEW_VARIANCE} or more, and variance_updates to 0"
+                f"warmup_steps to {step + UPDATES_OF_A_NEW_VARIANCE} or more"
             )
 
     def _add_momenta(self, gradients: list[Tensor], factor: float) -> None:
@@ -185,10 +160,8 @@ class OnebitAdam(Quantized):
         )
 
     def _is_dense(self, number: int) -> bool:
-        """Return whether a step updates the variance: by the schedule, or because AdamW has made no step yet."""
-        if self.options.updates_variance(number, self._last_update):
-            return True
-        return not any("exp_avg" in self._state(shard) for shard in self.context.shards)
+        """Return whether a step updates the variance: in the warm-up, or because AdamW has made no step yet."""
+        return number <= self._last_update or not any("exp_avg" in self._state(shard) for shard in self.context.shards)
 
     def _state(self, shard: Shard) -> dict[str, Any]:
         state: dict[str, Any] = self.context.optimizer.state.get(
@@ -200,18 +173,3 @@ class OnebitAdam(Quantized):
 def _with_step_length(rates: Rates, factor: float) -> Rates:
     """Return the rates with steps that are `factor` times as long, and the same weight decay."""
     return replace(rates, lr=rates.lr * factor, weight_decay=rates.weight_decay / factor)
-
-
-@contextmanager
-def _corrected_by(optimizer: torch.optim.Optimizer, counted: int, updates: int) -> Iterator[None]:
-    """Let AdamW, which counts `counted` steps, correct its first moment by as many `updates`."""
-    before = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        beta1 = group["betas"][0]
-        factor = (1.0 - beta1**counted) / (1.0 - beta1**updates)
-        group["lr"], group["weight_decay"] = group["lr"] * factor, group["weight_decay"] / factor
-    try:
-        yield
-    finally:
-        for group, (lr, weight_decay) in zip(optimizer.param_groups, before, strict=True):
-            group["lr"], group["weight_decay"] = lr, weight_decay

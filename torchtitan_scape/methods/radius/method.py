@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local, split
+from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local
 from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits
 from torchtitan_scape.kernels.backends import masked_payload
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
@@ -18,7 +18,6 @@ from torchtitan_scape.kernels.scape.reference import select_blocks, select_large
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
-from torchtitan_scape.topology.chunks import AddingSource
 from torchtitan_scape.topology.partition import chunk_of_payload
 
 
@@ -35,7 +34,7 @@ class Radius(GradientMethod):
     5. At a refresh, after the update, the mask selects the entries with the largest update. The update includes weight
        decay, without the learning rate.
 
-    Parameters of one dimension and `dense_names` are exchanged uncompressed in every step. Until the first refresh the
+    Parameters of one dimension are exchanged uncompressed in every step. Until the first refresh the
     mask contains all entries. A skipped refresh leaves mask and residuals unchanged until the next one.
     """
 
@@ -49,7 +48,7 @@ class Radius(GradientMethod):
             _check_beta1(context.optimizer)
         if not isinstance(context.optimizer, torch.optim.Adam):
             self.optimizer_step.may_multiply = False  # the mask is computed from clipped gradients, see `_update`
-        sparse, _ = split(context.shards, options.dense_names)
+        sparse = [shard for shard in context.shards if shard.parameter.ndim > 1]
         self._sparse = [i for i, shard in enumerate(context.shards) if shard in sparse and shard.size]
         self._uncompressed = [i for i in range(len(context.shards)) if i not in self._sparse]
         self._shards = [context.shards[i] for i in self._sparse]
@@ -65,17 +64,18 @@ class Radius(GradientMethod):
         self._versions: list[int] = []
         self._start = options.start if options.start >= 0 else context.part_of_run(5, "start")
         self._is_refresh = False
-        self._step_norms: Tensor | None = None  # norms of the step's own gradients, for clip_refresh = "fresh"
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         full = (
             self.take_full_exchange_request() or info.number < self._start or info.number % self.options.interval == 0
         )
-        self._step_norms = None
         self._is_refresh = full and info.number >= self._start
         if full:
             self.scale_to_mean(gradients)
-            self._exchange_all(gradients)
+            values = flat(gradients)
+            if self._sparse:
+                torch._foreach_add_([values[i] for i in self._sparse], self._residuals)
+            self.collectives.all_reduce_chunked(values)
             self._pending.clear(info.applied)
         else:
             self._exchange_masked(gradients, info.applied)
@@ -90,15 +90,10 @@ class Radius(GradientMethod):
             if update is None:
                 return  # all steps so far were skipped, including this one
             masks.append(packed_bits(self._select(self._with_decay(shard, update), k)))
-        if self.options.release_scale > 1.0:
-            self._scale_released(info.applied)
         for bits, mask in zip(self._bits, masks, strict=True):
             masked_copy_(bits, mask, info.applied)
         if self._mask_counts != self._selected:
             self._mask_counts = None  # they depend on `info.applied`, which is on the device
-
-    def gradient_norms(self, gradients: list[Tensor]) -> Tensor:
-        return super().gradient_norms(gradients) if self._step_norms is None else self._step_norms
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
@@ -111,25 +106,10 @@ class Radius(GradientMethod):
         return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
 
     def density(self) -> float:
-        sent = sum(share * entries for entries, share in self.options.exchanges(self.local_model()))
-        return sent / max(1, sum(shard.size for shard in self.context.shards))
+        entries, share = max(1, sum(shard.size for shard in self.context.shards)), 1.0 / self.options.interval
+        return share + (1.0 - share) * self.options.payload(self.local_model()) / entries
 
     # -------------------------------------------------------------------------------------- exchanges
-
-    def _exchange_all(self, gradients: list[Tensor]) -> None:
-        """Replace the gradients by the mean of residual + gradient."""
-        gradients = flat(gradients)
-        sparse = [gradients[i] for i in self._sparse]
-        if self._is_refresh and self.options.clip_refresh == "fresh":
-            self.collectives.all_reduce_chunked(gradients)
-            self._step_norms = super().gradient_norms(gradients)
-            if self.collectives.replicas > 1:  # do not change the residuals: the step may be skipped
-                self.collectives.all_reduce_chunked(AddingSource(self._residuals, sparse))
-                return
-        if sparse:
-            torch._foreach_add_(sparse, self._residuals)
-        if self._step_norms is None:
-            self.collectives.all_reduce_chunked(gradients)
 
     def _exchange_masked(self, gradients: list[Tensor], applied: Tensor) -> None:
         """Replace the gradients by their mean inside the mask and 0 outside it; add those outside to the residuals."""
@@ -219,18 +199,6 @@ class Radius(GradientMethod):
             bits = torch.zeros(len(offsets) * BLOCK, dtype=torch.bool, device=values.device)
             return bits.index_fill_(0, indices, True)[:n]
         return select_largest(values, k)
-
-    def _scale_released(self, applied: Tensor) -> None:
-        """Outside the mask: theta -= (release_scale - 1) * lr * update."""
-        # A barrier: simulated replicas share the parameters, and all of them must read before one writes.
-        self.collectives.sum_over_replicas(torch.zeros(1, dtype=torch.float32, device=applied.device))
-        for shard, bits in zip(self._shards, self._bits, strict=True) if self.collectives.is_writer else ():
-            update = self._update(shard)
-            assert update is not None
-            outside = ~unpack_bits(bits, shard.size) & applied
-            rate = self._group(shard)["lr"] * (self.options.release_scale - 1.0)
-            theta = local(shard.parameter).detach()
-            theta.sub_(torch.where(outside, update, 0.0).view(theta.shape), alpha=rate)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.context.optimizer.param_groups[shard.group]

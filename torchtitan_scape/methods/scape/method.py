@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16, share_scale
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import Shard, StoredTensors, local, split, stored
+from torchtitan_scape.core.parameters import Shard, StoredTensors, local, stored
 from torchtitan_scape.kernels.backends import block_code, scape_passes
 from torchtitan_scape.kernels.common.launching import LatestResult
 from torchtitan_scape.kernels.common.rates import Rates
@@ -64,7 +64,7 @@ class ScapeMethod(Method):
         shards, replicas = list(context.shards), context.collectives
         check_one_device(shards)
         check_weights(shards, options)
-        sparse, dense = split(shards, ())
+        sparse, dense = ([s for s in shards if (s.parameter.ndim > 1) == is_matrix] for is_matrix in (True, False))
         self.ordered = sparse + dense
         numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._order = [numbers[id(shard)] for shard in self.ordered]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
@@ -28,13 +27,13 @@ class Tagc(GradientMethod):
        of four), padded with zeros, and all-reduces the packed values. The synchronized gradient is zero elsewhere.
     4. The residual is x without the sent entries. No rounding occurs.
 
-    The uncompressed parameters (one dimension, `dense_names`) are part of the same all-reduce.
+    Parameters of one dimension are uncompressed, and part of the same all-reduce.
     """
 
     def __init__(self, context: MethodContext, options: TagcOptions) -> None:
         super().__init__(context, options)
         shards = context.shards
-        sparse, _ = split(shards, options.dense_names)
+        sparse = [shard for shard in shards if shard.parameter.ndim > 1]
         self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
         self._uncompressed = [i for i in range(len(shards)) if i not in self._sparse]
         self._blocks = [-(-shards[i].size // BLOCK) for i in self._sparse]

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.tagc.formats import BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
 from torchtitan_scape.methods.options import MethodOptions
@@ -25,9 +24,6 @@ class TagcOptions(MethodOptions):
     their selections: with N replicas the buffer holds density x N of the entries, and a step sends more than dense
     training if density x N is 1 or more"""
 
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged uncompressed although they have two or more dimensions"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
@@ -36,7 +32,7 @@ class TagcOptions(MethodOptions):
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
         """Return the exchange of an index of the selected entries, and an all-reduce of their union's maximum size."""
-        density, compressed, replicas = self.density, model.matrices(self.dense_names), replicas_of(levels)
+        density, compressed, replicas = self.density, model.matrices(), replicas_of(levels)
         blocks = sum(-(-math.prod(shape) // BLOCK) for shape in compressed)
         if density >= 1.0 or not blocks:
             return [all_reduce_chunked(model.entries, levels, chunk_entries)]
@@ -48,4 +44,4 @@ class TagcOptions(MethodOptions):
         return [index, all_reduce_chunked(sent, levels, chunk_entries)]
 
     def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        return {"residual": 4.0 * count_entries(model.matrices(self.dense_names))}
+        return {"residual": 4.0 * count_entries(model.matrices())}

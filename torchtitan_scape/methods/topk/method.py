@@ -7,7 +7,6 @@ Jaggi, "Sparsified SGD with Memory" (2018). The SCAPE and Radius papers use this
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import split
 from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.common.launching import LatestResult
 from torchtitan_scape.kernels.scape.blocks import density_at
@@ -27,16 +26,14 @@ class Topk(GradientMethod):
        or by the number of replicas that sent the entry. It is zero elsewhere.
     4. The residual is x minus the decoded values that were sent.
 
-    The uncompressed parameters (`dense_names`, and those of one dimension unless selection is "tile") are all-reduced.
-    Each replica holds N messages at once.
+    Parameters of one dimension are uncompressed unless selection is "tile", and all-reduced. Each replica holds N
+    messages at once.
     """
 
     def __init__(self, context: MethodContext, options: TopkOptions) -> None:
         super().__init__(context, options)
         shards = context.shards
-        sparse, dense = split(shards, options.dense_names)
-        if options.selection == "tile":
-            sparse = [*sparse, *(shard for shard in dense if shard.name not in options.dense_names)]
+        sparse = [shard for shard in shards if shard.parameter.ndim > 1 or options.selection == "tile"]
         self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
         self._uncompressed = [i for i in range(len(shards)) if i not in self._sparse]
         self._grids = [

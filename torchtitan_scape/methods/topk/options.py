@@ -49,9 +49,6 @@ class TopkOptions(MethodOptions):
     divisor: Literal["replicas", "senders"] = "replicas"
     """Divide sums by the number of replicas, or by the number of replicas that sent the entry"""
 
-    dense_names: list[str] = field(default_factory=list, metadata=LAYOUT)
-    """Parameters exchanged uncompressed although they would be compressed by default"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.01")
@@ -63,10 +60,7 @@ class TopkOptions(MethodOptions):
 
     def compressed(self, model: LocalModel) -> list[Shape]:
         """Return the shapes of the parameters that are compressed."""
-        if self.selection != "tile":
-            return model.matrices(self.dense_names)
-        pairs = zip(model.names, model.shapes, strict=True)
-        return [shape for name, shape in pairs if name not in self.dense_names]
+        return list(model.shapes) if self.selection == "tile" else model.matrices()
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
