@@ -1,35 +1,18 @@
 """Methods whose exchange consists of independent chunks."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.overlap import EarlyExchange
-from torchtitan_scape.topology.chunks import double_buffered, in_place
+from torchtitan_scape.topology.chunks import double_buffered
 from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.partition import Chunk, chunks_of
-
-
-class SentValues(NamedTuple):
-    """A chunk in flight.
-
-    Attributes:
-        handle: The collective.
-        values: FP32 (n,), becomes the result.
-        parts, views: The gradients of the chunk, and the views of `values` to copy to them; none if `values` is a
-            gradient itself.
-    """
-
-    handle: Handle
-    values: Tensor
-    parts: list[Tensor]
-    views: list[Tensor]
+from torchtitan_scape.topology.partition import chunks_of
 
 
 class ChunkedMethod(GradientMethod, EarlyExchange):
@@ -52,7 +35,6 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
             in_place: The gradients are encoded without a buffer.
         """
         super().__init__(context, options)
-        self.codec = codec
         sizes = [shard.size for shard in context.shards]
         limit = self.collectives.chunk_limit(sum(sizes), codec, in_place)
         self.chunks = chunks_of(sizes, limit, codec.block_size if codec else 1)
@@ -90,41 +72,18 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
         self.bind(gradients)
         return (self.start_chunk(number, gradients, applied) for number in range(len(self.chunks)))
 
+    @abstractmethod
     def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> Any:
         """Start the exchange of a chunk, and return an object with its `handle`. Collective.
-
-        A chunk that is a part of one gradient and needs no padding is exchanged in the gradient's memory if `applied`
-        is known.
 
         Args:
             gradients: As in the last `bind`; those of the chunk exist.
             applied: `StepInfo.applied`; None during the backward pass, before the check for non-finite gradients.
         """
-        chunk = self.chunks[number]
-        of_slices = [(s, gradient) for s in chunk.slices if (gradient := gradients[s.tensor]) is not None]
-        parts = [gradient.view(-1)[s.first : s.first + s.length] for s, gradient in of_slices]
-        size = self.collectives.padded_size(chunk.entries, self.codec)
-        values = in_place(parts) if applied is not None and parts[0].numel() == size else None
-        if values is not None:
-            return SentValues(self.send(values), values, [], [])
-        values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
-        views = _fill(values, chunk, parts)
-        return SentValues(self.send(values), values, parts, views)
 
+    @abstractmethod
     def finish_chunk(self, sent: Any, applied: Tensor) -> None:
         """Store the result of a chunk, after waiting for its handle, and the method's state if `applied`, bool ()."""
-        if sent.views and sent.values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
-            sent.values.record_stream(torch.cuda.current_stream(sent.values.device))
-        self.receive(sent.values)
-        if sent.views:
-            torch._foreach_copy_(sent.parts, sent.views)
-
-    def send(self, values: Tensor) -> Handle:
-        """Start the exchange of a chunk, FP32 (n,), gradients with zeros as padding. Collective."""
-        raise NotImplementedError
-
-    def receive(self, values: Tensor) -> None:
-        """Turn the received values of a chunk into the result of `synchronize`, in place."""
 
     def early_chunks(self) -> Sequence[Collection[int]]:
         return [{s.tensor for s in chunk.slices} for chunk in self.chunks]
@@ -139,17 +98,3 @@ class ChunkedMethod(GradientMethod, EarlyExchange):
 
     def finish_early(self, sent: Any, info: StepInfo) -> None:
         self.finish_chunk(sent, info.applied)
-
-
-def _fill(values: Tensor, chunk: Chunk, parts: list[Tensor]) -> list[Tensor]:
-    """Copy the chunk's slices into `values`, with zeros in the gaps. Return the views of the slices."""
-    views, end = [], 0
-    for s in chunk.slices:
-        if end < s.at:
-            values[end : s.at].zero_()
-        end = s.at + s.length
-        views.append(values[s.at : end])
-    if end < values.numel():
-        values[end:].zero_()
-    torch._foreach_copy_(views, parts)
-    return views

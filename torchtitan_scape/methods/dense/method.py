@@ -9,9 +9,25 @@ from torch import Tensor
 from torchtitan_scape.methods.chunked import ChunkedMethod
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
+from torchtitan_scape.topology.chunks import in_place
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk, whole_chunks
 from torchtitan_scape.topology.stages import divide_
+
+
+class SentBuffer(NamedTuple):
+    """A chunk that is reduced in a buffer, or in the memory of its only gradient.
+
+    Attributes:
+        handle: The collective.
+        values: FP32 (n,), becomes the sum.
+        parts, views: The gradients of the chunk, and the views of `values` to copy to them; none without a buffer.
+    """
+
+    handle: Handle
+    values: Tensor
+    parts: list[Tensor]
+    views: list[Tensor]
 
 
 class SentTensors(NamedTuple):
@@ -49,14 +65,27 @@ class Dense(ChunkedMethod):
         whole = [gradients[s.tensor] for s in chunk.slices]
         return SentTensors(self.collectives.all_reduce_together(whole, mean=self._averages), whole)
 
-    def finish_chunk(self, sent: Any, applied: Tensor) -> None:
-        if not isinstance(sent, SentTensors):
-            super().finish_chunk(sent, applied)
-        elif not self._averages and self._divisor != 1.0:
-            torch._foreach_div_(sent.gradients, self._divisor)
+    def start_chunk(self, number: int, gradients: Sequence[Tensor | None], applied: Tensor | None) -> SentBuffer:
+        chunk = self.chunks[number]
+        of_slices = [(s, gradient) for s in chunk.slices if (gradient := gradients[s.tensor]) is not None]
+        parts = [gradient.view(-1)[s.first : s.first + s.length] for s, gradient in of_slices]
+        size, views = self.collectives.padded_size(chunk.entries), list[Tensor]()
+        # During the backward pass the check has not read the gradients yet.
+        values = in_place(parts) if applied is not None and chunk.entries == size else None
+        if values is None:
+            values = torch.empty(size, dtype=torch.float32, device=parts[0].device)
+            views = list(values[: chunk.entries].split([part.numel() for part in parts]))
+            torch._foreach_copy_(views, parts)
+            values[chunk.entries :].zero_()
+        return SentBuffer(self.collectives.all_reduce(values, mean=False), values, parts, views)
 
-    def send(self, values: Tensor) -> Handle:
-        return self.collectives.all_reduce(values, mean=False)
-
-    def receive(self, values: Tensor) -> None:
-        divide_(values, self._divisor)
+    def finish_chunk(self, sent: SentBuffer | SentTensors, applied: Tensor) -> None:
+        if isinstance(sent, SentTensors):
+            if not self._averages and self._divisor != 1.0:
+                torch._foreach_div_(sent.gradients, self._divisor)
+            return
+        if sent.views and sent.values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
+            sent.values.record_stream(torch.cuda.current_stream(sent.values.device))
+        divide_(sent.values, self._divisor)
+        if sent.views:
+            torch._foreach_copy_(sent.parts, sent.views)

@@ -64,7 +64,8 @@ class ScapeMethod(Method):
         shards, replicas = list(context.shards), context.collectives
         check_one_device(shards)
         check_weights(shards, options)
-        sparse, dense = ([s for s in shards if (s.parameter.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        sparse = [shard for shard in shards if shard.parameter.ndim > 1]
+        dense = [shard for shard in shards if shard.parameter.ndim < 2]
         self.ordered = sparse + dense
         numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._order = [numbers[id(shard)] for shard in self.ordered]
