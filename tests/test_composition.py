@@ -140,7 +140,7 @@ def test_float8_gives_nearly_the_same_steps(names: tuple[str, ...], pool2: Pool,
         first, second = pair[0][1], pair[1][1]
         assert first["losses"] == second["losses"] != plain["losses"]
         assert first["losses"] == pytest.approx(plain["losses"], rel=5e-3)
-        if not REGISTERED[method_of(CASES[name][0])].method.per_replica_weights:
+        if not REGISTERED[method_of(CASES[name][0])].options.per_replica_weights:
             assert torch.equal(first["parameters"], second["parameters"])
 
 

@@ -73,7 +73,7 @@ def state_of_optimizer(optimizer: Any) -> dict[str, float]:
     """Return the norms of all state by name and kind, and the counters. Collective."""
     method, found, norms = optimizer.methods[0], dict[str, Tensor](), dict[str, float]()
     optimizer.finish_previous_step()
-    if method.divides_optimizer_state:
+    if method.options.divides_update:
         for kind, tensors in (method.owned.moments | method.owned.others).items():
             found |= {f"{name}.{kind}": values for name, values in tensors.items()}
         found["step"] = method.owned.applied if method.collectives.replica == 0 else torch.zeros(())

@@ -25,7 +25,7 @@ def pending(trainer: Any) -> dict[str, torch.Tensor]:
     optimizers = trainer.replica_optimizer
     found = {}
     every = optimizers.collectives.replicas
-    holds_state = optimizers.methods[0].holds_optimizer_state
+    holds_state = optimizers.options.holds_optimizer_state
     for shard in () if holds_state else optimizers.shards():
         moment = local(optimizers.inner.state[shard.parameter].get("exp_avg", torch.zeros(shard.size)))
         left = torch.zeros(shard.size, dtype=torch.float64)

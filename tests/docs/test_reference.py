@@ -95,9 +95,9 @@ def test_every_method_has_a_page_and_its_optimizers() -> None:
     families = {(False, False): "gradients", (True, False): "local updates", (False, True): "moment"}
     expected = []
     for name, entry in METHODS.items():
-        method = entry.method
-        family = families[method.per_replica_weights, method.holds_optimizer_state]
-        family = "updates" if entry.options().divides_update else family
+        options = entry.options
+        family = families[options.per_replica_weights, options.holds_optimizer_state]
+        family = "updates" if options.divides_update else family
         expected.append([f"[`{name}`]({name}.md)", ", ".join(entry.optimizers), family])
     assert rows_of(METHODS_PAGE, "Method | Optimizers") == expected
 

@@ -25,7 +25,7 @@ run_replicas = functools.partial(run_with_chunks, chunk_entries=CHUNK_ENTRIES)
 
 
 def is_local(case: Case) -> bool:
-    return METHODS[case.method].method.per_replica_weights
+    return METHODS[case.method].options.per_replica_weights
 
 
 def updates(case: Case) -> bool:
@@ -79,7 +79,7 @@ def pending(method: Method) -> list[Tensor]:
         is_pending = state.on_migration in ("gradient", "displacement")
         for name, values in of_all_replicas(method, state).items() if is_pending else ():
             found[int(name[1:])] += values.double().view(-1)
-    for i, anchor in enumerate(shared_model(method) if method.per_replica_weights else ()):
+    for i, anchor in enumerate(shared_model(method) if method.options.per_replica_weights else ()):
         found[i] += (anchor.double() - method.context.shards[i].parameter.detach().double()).view(-1)
     return found
 

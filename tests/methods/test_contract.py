@@ -308,7 +308,7 @@ def test_simulated_replicas_equal_gloo_ranks(case: Case, world: int, on_ranks: A
 
 def test_every_method_is_in_the_contract() -> None:
     """Methods with `holds_optimizer_state` have separate tests."""
-    own_tests = {name for name, entry in METHODS.items() if entry.method.holds_optimizer_state}
+    own_tests = {name for name, entry in METHODS.items() if entry.options.holds_optimizer_state}
     assert {case.method for case in CASES} == METHODS.keys() - own_tests
 
 

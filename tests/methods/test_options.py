@@ -13,7 +13,6 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.core.options import FREE, LAYOUT, Options
 from torchtitan_scape.core.renamed_keys import RENAMED_KEYS
-from torchtitan_scape.methods.registry import METHODS, MethodEntry
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
@@ -30,14 +29,6 @@ class Toy(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(0 < self.share <= 1, "share", "it must lie in (0, 1]")
-
-
-@pytest.mark.parametrize("entry", METHODS.values(), ids=METHODS)
-def test_the_options_have_the_facts_of_the_method(entry: MethodEntry) -> None:
-    """The planner does not import the methods."""
-    for fact in ("per_replica_weights", "holds_optimizer_state"):
-        assert getattr(entry.options, fact) == getattr(entry.method, fact)
-    assert entry.options.divides_update == entry.method.divides_optimizer_state
 
 
 def test_field_metadata_determines_comparison_and_layout() -> None:

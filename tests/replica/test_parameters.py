@@ -88,7 +88,7 @@ def every_method_with_a_transposed_weight() -> list[tuple[bool, Any]]:
 
 
 def test_transposed_weights_train_or_are_refused_at_construction(pool2: Pool) -> None:
-    refused = {"quantized_update"} | {name for name, entry in METHODS.items() if entry.method.per_replica_weights}
+    refused = {"quantized_update"} | {name for name, entry in METHODS.items() if entry.options.per_replica_weights}
     for rank in pool2(every_method_with_a_transposed_weight):
         for method, (works, text) in zip(METHODS, rank, strict=True):
             if method in refused:

@@ -94,7 +94,7 @@ def after_loading(method: str) -> tuple[list[float], str]:
         return weights(model).unique().tolist(), "\n".join(lines)
 
 
-@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.method.per_replica_weights])
+@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.options.per_replica_weights])
 def test_replicas_start_from_weights_that_were_loaded_later(method: str, pool2: Pool) -> None:
     """Local updates do not send the difference to the weights before; all replicas start from those of the first."""
     for found, log in pool2(after_loading, method):

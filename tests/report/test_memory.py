@@ -24,7 +24,7 @@ def held(folder: str, arguments: list[str]) -> tuple[dict[str, float], dict[str,
     trainer = ScapeTrainer(parse([*RECIPE, *EMBEDDED, f"--job.dump_folder={folder}", *arguments]))
     optimizers = trainer.replica_optimizer
     found = {"parameters": sum(stored(p).nbytes for p in trainer.model_parts[0].parameters())}
-    scape = optimizers.methods[0] if optimizers.methods[0].holds_optimizer_state else None
+    scape = optimizers.methods[0] if optimizers.options.holds_optimizer_state else None
     if scape is not None:
         passes, masks = scape.passes, scape.masks
         found["state"] = passes.storage.flat.nbytes

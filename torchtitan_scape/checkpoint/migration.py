@@ -72,7 +72,7 @@ def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool
     summary = _Summary(reader, optimizer, exact=same_layout and reader.saved["residual"] == "exact")
     if same_layout:
         reader.fill_of_this_shard(usual_norms(optimizer))
-    keeps_moments, receivers = optimizer.methods[0].holds_optimizer_state, list[Any]()
+    keeps_moments, receivers = optimizer.options.holds_optimizer_state, list[Any]()
     if keeps_moments:
         summary.copied = summary.complete_exchange = not same_layout
         for method in optimizer.methods:
@@ -109,7 +109,7 @@ def _imported_states(
         decode = None if decoders is None else decoders.get(shard.name, lambda values: values)
         imported: ImportedState = entry.import_state(kinds, reader, optimizer.grad_norm.device, decode)
         summary.count(shard, imported)
-        if optimizer.methods[0].holds_optimizer_state and imported.weights is None and imported.displacements:
+        if optimizer.options.holds_optimizer_state and imported.weights is None and imported.displacements:
             imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
         yield shard, imported
 
@@ -377,12 +377,12 @@ class _Summary:
 
     def _weights_and_moments(self) -> str:
         reader = self._reader
-        if not METHODS[reader.saved["method"]].method.per_replica_weights:
+        if not METHODS[reader.saved["method"]].options.per_replica_weights:
             if self._optimizer.weights:
                 return "all replicas start from the model and its moments"
             if not self.copied:
                 return "moments as they were saved"
-            holds = self._optimizer.methods[0].holds_optimizer_state
+            holds = self._optimizer.options.holds_optimizer_state
             if holds or self.moments_continue:
                 return "the first moment was copied"
             return "moments were copied" if self.further_continue else "no moments continue"

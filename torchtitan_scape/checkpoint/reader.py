@@ -118,7 +118,7 @@ class StateReader:
         """Return the moments of a dense optimizer that this run reads by parameter."""
         each = stores(self._optimizer)
         # Otherwise the method has them, or they are loaded as they were saved.
-        by_parameter = each or not (self.same_class or self._optimizer.methods[0].holds_optimizer_state)
+        by_parameter = each or not (self.same_class or self._optimizer.options.holds_optimizer_state)
         kinds = (FIRST, SECOND) if by_parameter else (FIRST,)
         further = each[0].moments if self.same_class and each else ()
         return (*kinds, *(kind for kind in further if kind not in kinds))

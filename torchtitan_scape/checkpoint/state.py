@@ -162,13 +162,13 @@ class RandomState(Stateful):
 
 def has_dense_state(optimizer: ReplicaOptimizer) -> bool:
     """Return whether the wrapped optimizer's state is stored by parameter, as by PyTorch; else `states` contains it."""
-    method = optimizer.methods[0]
-    return not (optimizer.weights or method.holds_optimizer_state or method.divides_optimizer_state)
+    options = optimizer.options
+    return not (optimizer.weights or options.holds_optimizer_state or options.divides_update)
 
 
 def stores(optimizer: ReplicaOptimizer) -> list[Any]:
     """Return what has moments of its own: the replicas of this process, or their parts; empty if the optimizer has."""
-    return optimizer.weights or [method.owned for method in optimizer.methods if method.divides_optimizer_state]
+    return optimizer.weights or [method.owned for method in optimizer.methods if method.owned is not None]
 
 
 def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int
         rows = optimizer.collectives.replicas if residual == "exact" else 1
         for state in _kept(optimizer.weights[0].states(), residual):
             by_kind[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
-    elif not optimizer.methods[0].holds_optimizer_state:
+    elif not optimizer.options.holds_optimizer_state:
         moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
         for shard in optimizer.shards():
             for moment in moments(optimizer.inner, shard):

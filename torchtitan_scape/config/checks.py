@@ -125,8 +125,8 @@ def _check_method(config: JobConfig) -> None:
     simulated, reason = config.topology.simulate_replicas, options_of(config.sync).simulation_error()
     if simulated > 1 and reason:
         raise ValueError(f"[topology] simulate_replicas = {simulated} with [sync.{method}] {reason}")
-    implementation = METHODS[method].method
-    differs = implementation.per_replica_weights or implementation.holds_optimizer_state
+    section = METHODS[method].options
+    differs = section.per_replica_weights or section.holds_optimizer_state
     if config.sharding.sparse and (differs or simulated > 1):
         raise ValueError(
             f"[sharding] gradients_code = {config.sharding.gradients_code!r} with [sync] method = {method!r} and "

@@ -218,7 +218,6 @@ class LocalMethod(Method):
     Every replica clips its own gradient and updates its own weights with its own optimizer.
     """
 
-    per_replica_weights = True
     limits_gradients = False  # each replica clips by its own norm before anything is kept or sent
 
     def __init__(self, context: MethodContext, options: Any) -> None:

@@ -180,23 +180,15 @@ class Method(ABC):
 
     Class attributes:
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
-        per_replica_weights: True if the replicas' weights differ between exchanges. One of the states then has
-            `on_migration` = "model".
         limits_gradients: True if a replica's gradient is scaled down to a multiple of its usual norm before `step`,
             because the method's state would keep a spike for many steps; see `replica.guard.NormLimits`.
-        holds_optimizer_state: True if the method performs the update itself and stores the moments; the optimizer then
-            supplies the rates alone.
         reads_moments: True if the method computes with the optimizer's moments, so that it depends on its algorithm.
-        divides_optimizer_state: True if every replica has the optimizer's state of the parts that it alone updates, in
-            `owned`, a `methods.owned.OwnedParts`. The wrapped optimizer then supplies the rates alone.
+        owned: A `methods.owned.OwnedParts` with the optimizer's state, if the options say `divides_update`.
     """
 
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
-    per_replica_weights: ClassVar[bool] = False
     limits_gradients: ClassVar[bool] = True
-    holds_optimizer_state: ClassVar[bool] = False
     reads_moments: ClassVar[bool] = False
-    divides_optimizer_state: ClassVar[bool] = False
     owned: Any = None
 
     def __init__(self, context: MethodContext, options: Any) -> None:
@@ -304,7 +296,7 @@ class Method(ABC):
         return {}
 
     def begin_import(self, reader: Any, same_layout: bool, step: int) -> Any:
-        """Begin to load a checkpoint; only for methods with `holds_optimizer_state`, see `checkpoint.migration`.
+        """Begin to load a checkpoint; only if the options say `holds_optimizer_state`, see `checkpoint.migration`.
 
         Args:
             reader: A `methods.imported.CheckpointReader`.

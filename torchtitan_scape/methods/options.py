@@ -26,11 +26,13 @@ class MethodOptions(Options):
 
     Class attributes:
         main_options: Options that determine the bytes sent, the most important one first; the planner prints them.
-        holds_optimizer_state: As in `Method`: `memory_traffic` and `held_memory` contain parameters, gradients and the
+        holds_optimizer_state: The method performs the update itself and stores the moments; the wrapped optimizer
+            supplies the rates alone. `memory_traffic` and `held_memory` contain parameters, gradients and the
             optimizer's state.
-        per_replica_weights: As in `Method`: every replica runs the optimizer on its own gradients.
-        divides_update: Each replica runs the optimizer on its share of the parameters, and sends changes of the
-            weights.
+        per_replica_weights: Every replica runs the optimizer on its own gradients, and the replicas' weights differ
+            between exchanges. One of the states then has `on_migration` = "model".
+        divides_update: Each replica runs the optimizer on its share of the parameters, whose state it alone has, and
+            sends changes of the weights. The wrapped optimizer supplies the rates alone.
     """
 
     main_options: ClassVar[tuple[str, ...]] = ()

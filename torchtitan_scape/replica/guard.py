@@ -480,7 +480,7 @@ def guard_of(
         groups: returns the param groups.
     """
     collectives, endpoints, scale = replicas.all, replicas.endpoints, method.context.gradient_scale
-    limits, by_norms = None, method.limits_gradients or method.per_replica_weights
+    limits, by_norms = None, method.limits_gradients or method.options.per_replica_weights
     if method.limits_gradients:
         numbers = [endpoint.replica for endpoint in endpoints]
         limits = NormLimits(numbers, collectives.replicas, scale, shards[0].device)

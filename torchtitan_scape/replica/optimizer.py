@@ -93,7 +93,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         optimizer, make_optimizer = simulation.build_optimizer(optimizer, model)
         method = METHODS[options.method_name()].method
         setup_checks.check_optimizer(optimizer, options.method_name())
-        if method.holds_optimizer_state:
+        if options.holds_optimizer_state:
             release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -118,7 +118,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.collectives, self._shards, optimizer, model, kernels, settings, run_settings
         )
         self.weights: list[ReplicaWeights] = []
-        if method.per_replica_weights:
+        if options.per_replica_weights:
             count = len(replicas.endpoints)
             self.weights = simulation.weights_of_replicas(count, self._shards, optimizer, make_optimizer)
         scale = float(self.collectives.replicas) if reduction == "sum" else 1.0
@@ -126,7 +126,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.methods = replicas.run(lambda replica: method(self._context(replica, common), self.options))
         for made in self.methods:
             made.declared_states()  # before an exchange is in flight
-        if method.divides_optimizer_state:
+        if options.divides_update:
             release_state(optimizer)
         groups = partial(getattr, self, "param_groups")
         self.guard = guard_of(self.methods[0], self._shards, replicas, groups, self.timer, kernels, max_skipped_steps)
@@ -435,7 +435,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _is_equal_on_all_ranks(self) -> bool:
         """Return whether the state of one rank is that of all, as with `dense` and unsharded parameters."""
         first = self.methods[0]
-        differs = self.weights or any(s.per_replica for s in first.declared_states()) or first.divides_optimizer_state
+        differs = self.weights or any(s.per_replica for s in first.declared_states()) or self.options.divides_update
         return self.collectives.model_ranks == 1 and not differs
 
     def _replica_state(self) -> dict[str, Any]:

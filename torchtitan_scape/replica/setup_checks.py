@@ -65,13 +65,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, name: str) -> None:
     known = {key for key, one in OPTIMIZERS.items() if has_step_of(optimizer, one.kind)}
     entry = METHODS[name]
     method, accepted = entry.method, " or ".join(entry.optimizers)
-    must_be_known = method.holds_optimizer_state or method.reads_moments
+    must_be_known = entry.options.holds_optimizer_state or method.reads_moments
     if not known.intersection(entry.optimizers) and (known or must_be_known):
         raise ValueError(
             f"method {name!r} works with {accepted}, not with {given} ({type(optimizer).__module__}); pass one of "
             "these as optimizer, or a subclass with the same step"
         )
-    if isinstance(optimizer, Muon) and not method.divides_optimizer_state:
+    if isinstance(optimizer, Muon) and not entry.options.divides_update:
         optimizer.check_dtypes()
     if must_be_known and (difference := difference_from_adamw(optimizer)):
         raise ValueError(

@@ -107,7 +107,7 @@ def build_optimizers(
         assert shard_groups is not None
         sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, **made)
         # Real replicas would each send this traffic: count it once per replica that this update stands for.
-        copies = simulated // (len(replicas.endpoints) if entry.method.per_replica_weights else 1)
+        copies = simulated // (len(replicas.endpoints) if entry.options.per_replica_weights else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, copies)
     else:
         made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
@@ -119,7 +119,7 @@ def build_optimizers(
     options = options.resolve_for_links(shapes, layout, dist.get_rank(), staged)
     entry.method.prepare_model(model, options)
     share = None if levels is not None else _share_of(job_config, groups.layout, replicas)
-    state: dict[str, Any] = {"allocate_state": False} if entry.method.holds_optimizer_state else {}
+    state: dict[str, Any] = {"allocate_state": False} if entry.options.holds_optimizer_state else {}
     optimizer = ReplicaOptimizer(
         partial(_make_optimizer, optimizer_config, kernels=sync.kernels, count=count, share=share, **state),
         options,

@@ -60,7 +60,7 @@ class QuantizedUpdate(Method, EarlyExchange):
     replaces K updates.
     """
 
-    divides_optimizer_state = sends_weights = True
+    sends_weights = True
     owned: OwnedParts
     optimizer_step: OptimizerStep  # of a replica that owns something
 

@@ -56,7 +56,6 @@ class ScapeMethod(Method):
     """
 
     gradient_dtype = None
-    holds_optimizer_state = True
     options: ScapeOptions
 
     def __init__(self, context: MethodContext, options: ScapeOptions) -> None:
