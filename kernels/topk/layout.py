@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from torchtitan_scape.kernels.codec.formats import MessageSize, padded_bytes
+from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
 MEANS = {"2bit": 4, "1bit": 1}  # FP32 means of each tensor, at the head of a message
@@ -117,18 +117,12 @@ class MessageLayout:
     Attributes:
         grids: Division of each tensor into tiles.
         selected: Number of entries per tile, for each tensor.
-        code: "float32"; "2bit", four means per tensor; "1bit", signs and one mean magnitude per tensor; or a block code
-            of the concatenated values of all tensors.
+        code: "float32"; "2bit", four means per tensor; or "1bit", signs and one mean magnitude per tensor.
     """
 
     grids: Sequence[BlockGrid]
     selected: Sequence[int]
     code: str = "float32"
-
-    @property
-    def form(self) -> str:
-        """The form of the values that a mean reads: those of a block code are decoded to FP32 before."""
-        return self.code if self.code in MEANS else "float32"
 
     @cached_property
     def counts(self) -> list[int]:
@@ -151,10 +145,7 @@ class MessageLayout:
     @cached_property
     def value_bytes(self) -> int:
         """Bytes of the encoded values, means included."""
-        if self.code in MEANS:
-            return self.first_codes[-1]
-        total = sum(self.counts)
-        return 4 * total if self.code == "float32" else MessageSize(self.code)(total)
+        return self.first_codes[-1] if self.code in MEANS else 4 * sum(self.counts)
 
     @cached_property
     def first_offsets(self) -> list[int]:

@@ -97,19 +97,18 @@ class TorchTopk:
         kept = to_blocks(residual, grid).scatter(1, offsets, errors.view(offsets.shape))
         masked_copy_(residual, from_blocks(kept, grid), applied)
 
-    def mean_(self, outputs: Sequence[Tensor], messages: Tensor, decoded: Tensor | None, over_senders: bool) -> None:
+    def mean_(self, outputs: Sequence[Tensor], messages: Tensor, over_senders: bool) -> None:
         """Set the outputs, FP32, to the mean of the messages of N replicas, zero where none has an entry.
 
         Values are added in the order of the replicas.
 
         Args:
             messages: uint8 (N, bytes).
-            decoded: Values of a block code, FP32 (N, values or more); otherwise None.
             over_senders: Divide each sum by the number of messages that contain the entry, otherwise by N.
         """
         replicas = len(messages)
         for i, (output, grid) in enumerate(zip(outputs, self.layout.grids, strict=True)):
-            offsets, values = offsets_of(self.layout, i, messages), values_of(self.layout, i, messages, decoded)
+            offsets, values = offsets_of(self.layout, i, messages), values_of(self.layout, i, messages)
             total = torch.zeros(grid.tiles, grid.size, dtype=torch.float32, device=output.device)
             senders = torch.zeros_like(total) if over_senders else None
             if output.is_cpu:  # in the order of the index
@@ -148,21 +147,17 @@ def select(layout: MessageLayout, tensor: int, tiles: Tensor, message: Tensor, v
     return selected, offsets
 
 
-def values_of(layout: MessageLayout, tensor: int, messages: Tensor, decoded: Tensor | None) -> Tensor:
-    """Return the values of one tensor in all messages, FP32 (N, tiles, k); a view if they are FP32.
-
-    Args:
-        messages, decoded: See `TorchTopk.mean_`.
-    """
+def values_of(layout: MessageLayout, tensor: int, messages: Tensor) -> Tensor:
+    """Return the values of one tensor in all messages, uint8 (N, bytes), as FP32 (N, tiles, k); a view if possible."""
     # The views as FP32 are aligned, since the size of every message is a multiple of 16 bytes.
-    values = messages.view(torch.float32) if decoded is None else decoded
-    if layout.form == "float32":
+    values = messages.view(torch.float32)
+    if layout.code == "float32":
         values = values[:, layout.first_values[tensor] :][:, : layout.counts[tensor]]
     else:
-        levels = MEANS[layout.form]
+        levels = MEANS[layout.code]
         means = values[:, levels * tensor : levels * (tensor + 1)]
         packed = messages[:, layout.first_codes[tensor] : layout.first_codes[tensor + 1]].reshape(-1)
-        if layout.form == "2bit":
+        if layout.code == "2bit":
             codes = unpack(packed, FORMATS["2bit"]).view(len(messages), -1)[:, : layout.counts[tensor]]
             values = means.gather(1, codes.long())
         else:

@@ -67,10 +67,10 @@ class TritonTopk:
                 **form.constants,
             )
 
-    def mean_(self, outputs: Sequence[Tensor], messages: Tensor, decoded: Tensor | None, over_senders: bool) -> None:
+    def mean_(self, outputs: Sequence[Tensor], messages: Tensor, over_senders: bool) -> None:
         """Compute the mean as `TorchTopk.mean_`."""
         numbers = messages.view(torch.float32)
-        values = decoded if decoded is not None else numbers if self.layout.form == "float32" else messages
+        values = numbers if self.layout.code == "float32" else messages
         for form, tables in self._tiled.launches(_ENTRIES, gradients=outputs):
             grid = min(len(form.programs), _PROGRAMS) if over_senders else len(form.programs)
             size = grid * form.padded if over_senders else 1
@@ -83,7 +83,7 @@ class TritonTopk:
                 *(len(messages), float(len(messages)), len(form.programs), form.k),
                 warps=_warps(form),
                 moved=4 * form.entries - (1 - form.share) * messages.nbytes,
-                CODE=self.layout.form,
+                CODE=self.layout.code,
                 OVER_SENDERS=over_senders,
                 **_code(form),
                 **form.constants,

@@ -48,10 +48,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "streaming_diloco": [
         {"code": code, "decay": decay} for code, decay in (("float32", 0.0), ("e2m1", 0.0), ("e2m1", 0.9))
     ],
-    "sparseloco": [{"code": code} for code in ("float32", "e2m1", "2bit")],
+    "sparseloco": [{"code": code} for code in ("float32", "2bit")],
     "co2": [{"gap_penalty": penalty} for penalty in (True, False)],
     "noloco": [{"outer_momentum": momentum} for momentum in (0.5, 0.0)],
-    "topk": [{"code": code, "selection": s} for code in ("float32", "e2m1", "2bit") for s in ("block", "tile")],
+    "topk": [{"code": code, "selection": s} for code in ("float32", "2bit") for s in ("block", "tile")],
     "demo": [{"code": code} for code in ("float32", "sign")],
     "radius": [{"density": density} for density in (0.4, 0.1, 0.02)],
     "tagc": [{"density": density} for density in (0.3, 0.1, 0.02)],

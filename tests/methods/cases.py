@@ -42,7 +42,7 @@ CASES = [
     Case("topk", {"density": 0.05, "selection": "tensor", "density_warmup_steps": 3}, {"density": 1.0}, begins=3),
     Case("topk", {"density": 0.1, "block_size": 16, "start": 2}, {"start": STEPS}, begins=2),
     Case("topk", {"density": 0.1, "selection": "tile", "code": "2bit"}, dense={"density": 1.0}),
-    Case("topk", {"density": 0.1, "block_size": 64, "code": "e2m1"}, dense={"density": 1.0}),
+    Case("topk", {"density": 0.1, "block_size": 64, "code": "2bit"}, dense={"density": 1.0}),
     Case("tagc", {"density": 0.1}, dense={"density": 1.0}),
     Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # the mean is over the senders of a component
     Case("demo", {"chunk": 6, "k": 4, "code": "sign"}, {"k": 64, "code": "float32"}, conserves=False),

@@ -13,7 +13,6 @@ from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
-from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.topk.layout import MessageLayout, block_grid, selected_per_block
 from torchtitan_scape.kernels.topk.reference import (
@@ -204,25 +203,9 @@ def test_fp32_values_are_decoded_without_a_copy() -> None:
     sent.copy_(values.view(-1))
     write_offsets(message, layout, 0, offsets)
     arrived = message.repeat(3).view(3, -1)
-    assert messages.decode_blocks(arrived) is None
-    found = values_of(layout, 0, arrived, None)[2]
+    found = values_of(layout, 0, arrived)[2]
     assert torch.equal(found, values) and found.data_ptr() == arrived[2].data_ptr()
     assert torch.equal(offsets_of(layout, 0, arrived)[2], offsets)
-
-
-def test_values_of_a_block_code_are_decoded_by_tensor() -> None:
-    """Bitwise equal to decoding all tensors together; a block may contain entries of several tensors."""
-    cuts = [block_grid((n,), "block", 8) for n in (40, 1, 2000, 16)]
-    layout, code = MessageLayout(cuts, [4] * 4, "e2m1"), block_code("torch", "e2m1")
-    messages, flat = TopkMessages(layout), torch.randn(sum(layout.counts), generator=torch.Generator().manual_seed(0))
-    message, _ = messages.allocate(flat.device)
-    sent = messages.encode(message, flat)
-    whole = torch.nn.functional.pad(flat, (0, -flat.numel() % code.block_size)).view(1, -1)
-    code.decode(code.encode(whole), whole)
-    assert torch.equal(sent, whole.view(-1)[: flat.numel()])
-    decoded = messages.decode_blocks(message[None])
-    for i, wanted in enumerate(sent.split(layout.counts)):
-        assert torch.equal(values_of(layout, i, message[None], decoded).view(-1), wanted)
 
 
 def test_ties_are_selected_in_index_order() -> None:
@@ -243,7 +226,7 @@ def test_ties_are_selected_in_index_order() -> None:
         ({"decay": 1.5}, "decay = 1.5; it must lie in"),
         ({"start": -1}, "start = -1; it must be 0 or more"),
         ({"selection": "model"}, "selection = 'model'; it must be 'block' | 'tensor' | 'tile'"),
-        ({"code": "4bit"}, "code = '4bit'; it must be 'float32' | 'e2m1' | '2bit'"),
+        ({"code": "4bit"}, "code = '4bit'; it must be 'float32' | '2bit'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:

@@ -244,9 +244,9 @@ class SparselocoOptions(LocalOptions):
     """Share of the entries that each replica sends, in (0, 1]: the largest of every 64 x 64 tile, or of every slice of
     4096 entries of one-dimensional parameters"""
 
-    code: Literal["float32", "e2m1", "2bit"] = "2bit"
-    """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
-    four means of the tensor. The quantization error is added to the residual"""
+    code: Literal["float32", "2bit"] = "2bit"
+    """Encoding of the values: FP32, or two bits per value that select one of four means of the tensor. The quantization
+    error is added to the residual"""
 
     decay: float = 0.95
     """Factor on the residual in every round, in (0, 1]"""

@@ -64,7 +64,7 @@ def check_mean(grid: BlockGrid, k: int, code: str, over_senders: bool, device: s
     for passes in topk_passes("torch", layout), topk_passes("triton", layout):
         means.append([torch.full_like(x, torch.nan) for x in tensors(layout, 0, device)])
         with replaced(triton_passes, "_PROGRAMS", 1):  # a program of the grid takes several of the list
-            passes.mean_(means[-1], received, messages.decode_blocks(received), over_senders)
+            passes.mean_(means[-1], received, over_senders)
     assert all(map(torch.equal, *means)) and all(bool(x.isfinite().all()) for x in means[0])
 
 

@@ -57,7 +57,8 @@ class Demo(GradientMethod):
         received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=self._device)
         self.collectives.all_gather(received, message, kind="payload").wait()
         received = received.view(self.collectives.replicas, -1)
-        self.collectives.write_once(non_empty, lambda means: self._messages.mean_(means, received, over_senders=True))
+        mean_ = self._messages.passes.mean_
+        self.collectives.write_once(non_empty, lambda means: mean_(means, received, over_senders=True))
         self._passes.inverse_(non_empty)
         return gradients
 

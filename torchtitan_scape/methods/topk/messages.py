@@ -1,13 +1,11 @@
 """Messages of top-k: values and offsets of the selected entries of every tile."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.core.tensors import indices_by_key, packed_bits
-from torchtitan_scape.kernels.backends import block_code, topk_passes
+from torchtitan_scape.kernels.backends import topk_passes
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.reference import pack
 from torchtitan_scape.kernels.topk.layout import MEANS, BlockGrid, MessageLayout
@@ -66,12 +64,11 @@ class TopkMessages:
 
     Args:
         layout: Positions in a message.
-        backend: Implementation of the passes and of the block code, "torch" or "triton".
+        backend: Implementation of the passes, "torch" or "triton".
     """
 
     def __init__(self, layout: MessageLayout, backend: str = "torch") -> None:
-        self.layout, self._backend = layout, backend
-        self.passes = topk_passes(backend, layout)
+        self.layout, self.passes = layout, topk_passes(backend, layout)
 
     def allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a message of zeros, uint8 (bytes,), and memory for all values, FP32 (values,).
@@ -89,33 +86,6 @@ class TopkMessages:
         Returns:
             The values that a receiver decodes, FP32 (values,).
         """
-        if self.layout.code in MEANS:
-            encoded, decoded = self._encode_few_bits(message, values)
-        else:
-            code = block_code(self._backend, self.layout.code)
-            padded = pad(values, (0, -values.numel() % code.block_size)).view(1, -1)
-            encoded, decoded = code.encode(padded).view(-1), torch.empty_like(padded)
-            code.decode(encoded[None], decoded)
-            decoded = decoded.view(-1)[: values.numel()]
-        message[: self.layout.value_bytes].copy_(encoded)
-        return decoded
-
-    def decode_blocks(self, messages: Tensor) -> Tensor | None:
-        """Return the values of messages, uint8 (N, bytes), as FP32 (N, values or more); None without a block code."""
-        if self.layout.form == self.layout.code:
-            return None
-        code, total = block_code(self._backend, self.layout.code), self.layout.first_values[-1]
-        padded = -(-total // code.block_size) * code.block_size
-        out = torch.empty(len(messages), padded, dtype=torch.float32, device=messages.device)
-        code.decode(messages[:, : self.layout.value_bytes], out)
-        return out
-
-    def mean_(self, outputs: Sequence[Tensor], messages: Tensor, over_senders: bool) -> None:
-        """Set tensors to the mean over messages, uint8 (N, bytes); see `TorchTopk.mean_`."""
-        self.passes.mean_(outputs, messages, self.decode_blocks(messages), over_senders)
-
-    def _encode_few_bits(self, message: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means and codes of all tensors, uint8 (value_bytes,), and the decoded values, FP32 (values,)."""
         layout = self.layout
         short = [grid.fewest < k for grid, k in zip(layout.grids, layout.selected, strict=True)]
         parts, count = values.split(layout.counts), len(layout.grids)
@@ -133,7 +103,8 @@ class TopkMessages:
             for outputs, new in ((means, row_means), (codes, packed), (decoded, sent)):
                 for i, row in zip(numbers, new.unbind(), strict=True):
                     outputs[i] = row
-        return torch.cat([torch.cat(means).view(torch.uint8), *codes]), torch.cat(decoded)
+        message[: layout.value_bytes].copy_(torch.cat([torch.cat(means).view(torch.uint8), *codes]))
+        return torch.cat(decoded)
 
     def _valid(self, message: Tensor, numbers: list[int]) -> Tensor:
         """Return bool (tensors, values), False for selected padding."""

@@ -67,7 +67,7 @@ class Topk(GradientMethod):
         handle.wait()
         received = received.view(self.collectives.replicas, -1)
         over_senders = self.options.divisor == "senders"
-        self.collectives.write_once(sparse, lambda means: messages.mean_(means, received, over_senders))
+        self.collectives.write_once(sparse, lambda means: messages.passes.mean_(means, received, over_senders))
         return gradients
 
     def states(self) -> list[State]:

@@ -39,9 +39,9 @@ class TopkOptions(MethodOptions):
     block_size: int = 1024
     """Entries per block, a multiple of 8 up to 32768"""
 
-    code: Literal["float32", "e2m1", "2bit"] = "float32"
-    """Encoding of the values: FP32, blocks of 128 with four bits per value, or two bits per value that select one of
-    four means of the tensor. The quantization error is added to the residual"""
+    code: Literal["float32", "2bit"] = "float32"
+    """Encoding of the values: FP32, or two bits per value that select one of four means of the tensor. The quantization
+    error is added to the residual"""
 
     decay: float = 1.0
     """Factor on the residual in every step, in (0, 1]; below 1, part of the gradient is never applied"""
