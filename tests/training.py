@@ -77,7 +77,6 @@ METHODS = {
         "--sync.method=radius",
         "--sync.radius.interval=4",
         "--sync.radius.start=0",
-        "--sync.radius.selection=block",
     ],
     "quantized": ["--sync.method=quantized", "--optimizer.name=AdamW", "--sync.quantized.block=64"],
     "quantized-2bit": ["--sync.method=quantized", "--sync.quantized.code=2bit", "--optimizer.name=Muon"],

@@ -119,7 +119,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "sync.method": "radius",
         "sync.radius.density": 0.5,
         "sync.radius.interval": 200,
-        "sync.radius.selection": "tensor",
     },
     "sparta": {
         "optimizer.name": "AdamW",

@@ -210,7 +210,7 @@ def quantized_update(
     return all_tensors(methods) + [t for m in methods for state in m.owned.states() for t in state.tensors.values()]
 
 
-def radius(device: str, backend: str, replicas: int, chunk_entries: int, **options: Any) -> list[Tensor]:
+def radius(device: str, backend: str, replicas: int, chunk_entries: int) -> list[Tensor]:
     """Return parameters, residuals and masks after five steps, of which the fourth one is skipped."""
     simulated, own = SimulatedReplicas(replicas) if replicas > 1 else None, parameters(device, torch.float32, 0)
     optimizer = AdamS([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
@@ -219,7 +219,7 @@ def radius(device: str, backend: str, replicas: int, chunk_entries: int, **optio
     for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
         endpoint.chunk_entries = chunk_entries
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, max_norm=1.0)
-        methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2, **options)))
+        methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2)))
 
     def work(i: int) -> None:
         for number in range(1, 6):

@@ -47,9 +47,9 @@ CASES = [
     Case("demo", {"chunk": 8, "k": 4}, dense={"k": 64}, conserves=False),  # the mean is over the senders of a component
     Case("demo", {"chunk": 6, "k": 4, "code": "sign"}, {"k": 64, "code": "float32"}, conserves=False),
     Case("powersgd", {"rank": 2, "start": 0}, dense={"start": STEPS}),
-    Case("powersgd", {"rank": 4, "start": 3, "warm_start": False}, dense={"rank": 1000}, begins=3),
+    Case("powersgd", {"rank": 4, "start": 3}, dense={"rank": 1000}, begins=3),
     Case("radius", {"density": 0.25, "interval": 3, "start": 2}, dense={"density": 1.0}, begins=3, period=3),
-    Case("radius", {"interval": 2, "start": 0, "selection": "block"}, dense={"interval": 1}, begins=2, period=2),
+    Case("radius", {"interval": 2, "start": 0}, dense={"interval": 1}, begins=2, period=2),
     Case("quantized", {"block": 32}, dense={"code": "int8"}, tolerance=2e-2),
     Case("quantized", {"code": "1bit", "block": 32}, dense={"code": "int8"}, tolerance=2e-2),
     Case("quantized", {"code": "2bit", "block": 64}, dense={"code": "int8"}, tolerance=2e-2),

@@ -47,7 +47,7 @@ class Literal:
     """All replicas in one process. Comments contain the line numbers of Algorithm 1."""
 
     def __init__(self, replicas: int, rule: str, options: dict[str, Any]) -> None:
-        self.options = {"selection": "tensor"} | options
+        self.options = options
         self.rule, self.t, self.applied = rule, 0, 0
         self.w = [w.double().view(-1) for w in drawn(0)]
         self.m, self.v = ([torch.zeros_like(w) for w in self.w] for _ in range(2))
@@ -101,12 +101,7 @@ class Literal:
 
     def _selected(self, i: int, u: Tensor) -> Tensor:
         n, d = u.numel(), self.options["density"]
-        block = 1024 if self.options["selection"] == "block" else max(1, n)
-        k = max(1, round(d * (1024 if self.options["selection"] == "block" else n)))
-        found: list[int] = []
-        for first in range(0, n, block):
-            places = list(range(first, min(first + block, n)))
-            found += sorted(places, key=lambda place: -abs(float(u[place])))[:k]
+        found = sorted(range(n), key=lambda place: -abs(float(u[place])))[: max(1, round(d * n))]
         return torch.tensor(found, dtype=torch.long)
 
 
@@ -174,7 +169,7 @@ FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
         (2, "AdamW fused", TWO, ()),
         (3, "AdamS", TWO, (25,)),
         # The first refresh and the one at step 40 are skipped: the residual remains until step 50.
-        (3, "AdamW foreach", FOUR | {"selection": "block"}, (20, 25, 40)),
+        (3, "AdamW foreach", FOUR, (20, 25, 40)),
         (2, "AdamW foreach", FOUR, (40,)),
         (2, "AdamS", FOUR | {"density": 0.1}, (20,)),
     ],
@@ -320,16 +315,15 @@ def test_a_refresh_before_the_first_applied_step_keeps_the_mask() -> None:
     run_replicas(2, work)
 
 
-@pytest.mark.parametrize("selection", ["tensor", "block"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamS])
-def test_parameters_of_other_dtypes_have_the_mask_of_fp32(kind: Any, selection: str) -> None:
+def test_parameters_of_other_dtypes_have_the_mask_of_fp32(kind: Any) -> None:
     """PyTorch's AdamW keeps its moments in the dtype of the parameter."""
     masks = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = nn.Linear(64, 64, bias=False)
         nn.init.zeros_(model.weight)
         model.to(dtype)
-        options = RadiusOptions(density=0.25, start=0, interval=2, selection=selection)
+        options = RadiusOptions(density=0.25, start=0, interval=2)
         optimizer = replicate(model, kind(model.parameters(), lr=1e-2), options, SimulatedReplicas(2))
         generator = torch.Generator().manual_seed(0)
         for _ in range(5):
@@ -365,7 +359,6 @@ def test_a_full_exchange_is_a_refresh() -> None:
         ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
         ({"interval": 0}, "interval = 0; it must be 1 or more"),
         ({"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
-        ({"selection": "tile"}, "selection = 'tile'"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:

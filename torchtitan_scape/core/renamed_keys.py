@@ -40,6 +40,8 @@ REMOVED_KEYS: dict[str, str] = {
         f"sync.{method}.dense_names": "it was removed, delete it: every matrix is compressed"
         for method in ("topk", "tagc", "radius")
     },
+    "sync.powersgd.warm_start": "it was removed, delete it: every step starts from the previous factor",
+    "sync.radius.selection": "it was removed, delete it: the largest updates of every tensor are selected",
     "sync.radius.clip_refresh": 'it was removed, delete it: "literal", the rule of the paper, is the only one',
     "sync.radius.release_scale": "it was removed, delete it: as in the paper, the factor is always 1",
     "sync.sparta.orthogonalize": "it was removed, delete it: with more than 4 replicas, quantized_update with Muon has "
@@ -63,6 +65,8 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.keep_moment": 0.5,
     "sync.onebit_adam.variance_updates": 0,
     **{f"sync.{method}.dense_names": [] for method in ("topk", "tagc", "radius")},
+    "sync.powersgd.warm_start": True,
+    "sync.radius.selection": "tensor",
     "sync.radius.clip_refresh": "literal",
     "sync.radius.release_scale": 1.0,
     "sync.sparta.orthogonalize": False,

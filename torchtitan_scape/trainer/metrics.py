@@ -31,7 +31,6 @@ SPARSE = {
     "density": ("density", ".4f"),
     "mask_overlap": ("mask overlap", ".3f"),
     "residual_norm": ("residual norm", ".3g"),
-    "replica_spread": ("replica spread", ".3g"),
 }
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 PATIENCE = 3  # logged steps in a row with such a sign, after which the run ends

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import stored
-from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.noloco.options import NolocoOptions
@@ -50,7 +49,6 @@ class Noloco(LocalMethod):
         self._momenta: dict[str, Tensor] = {}
         if options.outer_momentum:
             self._momenta = {name: torch.zeros_like(values) for name, values in self._slow.items()}
-        self._spread_squares: Tensor | None = None  # of the last exchange in which some replica had a partner
 
     def exchange(self, info: StepInfo) -> None:
         full = self.take_full_exchange_request()
@@ -70,24 +68,11 @@ class Noloco(LocalMethod):
 
     def prepare_to_load(self) -> None:
         super().prepare_to_load()
-        self._spread_squares = None
         for momentum in self._momenta.values():
             momentum.zero_()
 
     def density(self) -> float:
         return 1.0 / self.options.inner_steps
-
-    def metrics(self, local: bool = False) -> dict[str, float]:
-        """Return the metrics of `LocalMethod`, and "replica_spread" after the first exchange.
-
-        It is the root mean square over replicas of the distance of u_i from the mean of all u_i, directly before the
-        last exchange. It is estimated from the pairs, without communication apart from a scalar, and is exact with two
-        replicas.
-        """
-        figures = super().metrics(local)
-        if self._spread_squares is not None:
-            figures["replica_spread"] = self.root_mean_square(self._spread_squares, local)
-        return figures
 
     def _flat(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         return [tensors[shard.name].view(-1) for shard in self.context.shards] if tensors else []
@@ -96,24 +81,8 @@ class Noloco(LocalMethod):
         return [stored(shard.parameter).detach().view(-1) for shard in self.context.shards]
 
     def _exchange_with_partner(self, draw: int) -> None:
-        counted = [shard.counted for shard in self.context.shards]
-        step = _OuterStep(self.options, self._flat(self._slow), self._parameters(), self._flat(self._momenta), counted)
+        step = _OuterStep(self.options, self._flat(self._slow), self._parameters(), self._flat(self._momenta))
         self.collectives.pair_mean_chunked(step, draw)
-        if self.collectives.replicas > 1:
-            self._spread_squares = step.squares * self._spread_scale(draw)
-
-    def _spread_scale(self, draw: int) -> float:
-        """Return the factor from the squared distance to a sample's mean to that from the mean of all replicas.
-
-        A sample of n replicas underestimates their variance by (n - 1) / n. A replica that is alone has no sample; the
-        others stand for it.
-        """
-        replicas, units = self.collectives.replicas, self.collectives.levels[-1].size
-        sample = replicas // units * (1 if self.collectives.partner(draw) is None else 2)
-        alone = units % 2 if units == replicas else 0
-        if sample == 1:
-            return 0.0
-        return sample / (sample - 1) * (replicas - 1) / (replicas - alone)
 
     def _exchange_with_all(self) -> None:
         """Run the outer step with the means over all replicas. They have equal weights and momenta afterwards."""
@@ -133,10 +102,6 @@ class _OuterStep:
     Args:
         slow, fast, momenta: Flat tensors of the slow weights, FP32, the parameters, and the momenta, FP32; no momenta
             if the momentum is 0.
-        counted: Whether a tensor counts for `squares`: False for copies of another rank's.
-
-    Attributes:
-        squares: FP64 (), the sum of the squared distances of u_i from the mean.
     """
 
     def __init__(
@@ -145,14 +110,12 @@ class _OuterStep:
         slow: Sequence[Tensor],
         fast: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        counted: Sequence[bool],
     ) -> None:
         self._alpha, self._gamma = options.outer_momentum, options.averaging_rate
         self._weight = options.outer_lr / options.averaging_rate
-        self._slow, self._fast, self._momenta, self._counted = slow, fast, momenta, counted
+        self._slow, self._fast, self._momenta = slow, fast, momenta
         self._concatenated = ConcatSource(slow)
         self.entries, self.device = self._concatenated.entries, self._concatenated.device
-        self.squares = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def fill(self, chunk: Tensor, first: int) -> None:
         for i, part, values in self._views(chunk, first):
@@ -161,8 +124,6 @@ class _OuterStep:
     def store(self, chunk: Tensor, first: int) -> None:
         for i, part, mean in self._views(chunk, first):
             phi, theta = self._slow[i][part], self._fast[i][part]
-            if self._counted[i]:
-                self.squares += sum_of_squares(torch.lerp(phi, theta.float(), self._weight).sub_(mean))
             step = mean.sub_(phi).mul_(self._gamma)
             if self._momenta:
                 step = self._momenta[i][part].mul_(self._alpha).add_(step)

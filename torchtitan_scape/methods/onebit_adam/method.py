@@ -4,7 +4,6 @@ Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam
 arXiv:2102.02888, Algorithm 1.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,31 +86,20 @@ class OnebitAdam(Quantized):
 
         Simulated replicas that share the moments must not update them meanwhile.
         """
-        return self._as_gradients(self.synchronize_momenta(gradients, info))
-
-    def start(self, gradients: list[Tensor], info: StepInfo) -> Callable[[], list[Tensor]]:
-        self._begin_step(gradients, info)
-        finish = super().start(gradients, info)
-        return lambda: self._as_gradients(finish())
+        momenta = self.synchronize_momenta(gradients, info)
+        if not self._updates_variance:
+            self._add_momenta(momenta, -1.0)
+        return momenta
 
     def synchronize_momenta(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         """Return the new momentum divided by 1 - beta1. In a step of the warm-up: as `synchronize`.
 
         The old momentum is read before the exchange only: afterwards another simulated replica may have updated it.
         """
-        self._begin_step(gradients, info)
-        return super().synchronize(gradients, info)
-
-    def _begin_step(self, gradients: list[Tensor], info: StepInfo) -> None:
-        """Add the old momentum after the warm-up. The exchange multiplies both by `gradient_scale`."""
         self._updates_variance = self._is_dense(info.number)
         if not self._updates_variance:
-            self._add_momenta(gradients, 1.0 / self.context.gradient_scale)
-
-    def _as_gradients(self, momenta: list[Tensor]) -> list[Tensor]:
-        if not self._updates_variance:
-            self._add_momenta(momenta, -1.0)
-        return momenta
+            self._add_momenta(gradients, 1.0 / self.context.gradient_scale)  # the exchange multiplies both by the scale
+        return super().synchronize(gradients, info)
 
     def begin(self) -> None:
         full = self.take_full_exchange_request()

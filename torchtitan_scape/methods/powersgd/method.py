@@ -60,9 +60,8 @@ class Powersgd(GradientMethod):
             return gradients
         matrices = [gradients[i].view(len(r), -1) for i, r in zip(self._factored, self._residuals, strict=True)]
         stored_qs = list(self._q.values())
-        qs = stored_qs if self.options.warm_start else [_initial_q(q, i, info.number) for i, q in enumerate(stored_qs)]
 
-        ps = [m @ q for m, q in zip(matrices, qs, strict=True)]
+        ps = [m @ q for m, q in zip(matrices, stored_qs, strict=True)]
         others = [gradients[i] for i in self._uncompressed]
         *ps, means = self._mean([*ps, torch.cat(others or [gradients[0][:0]])])
         for i, values in zip(self._uncompressed, means.split([other.numel() for other in others]), strict=True):
@@ -115,9 +114,9 @@ def _approximate_(matrix: Tensor, p: Tensor, q: Tensor, residual: Tensor, applie
         torch.mm(p, q.T, out=matrix)
 
 
-def _initial_q(like: Tensor, number: int, step: int = 0) -> Tensor:
+def _initial_q(like: Tensor, number: int) -> Tensor:
     """Return random orthonormal columns of the shape of `like`, equal on all replicas."""
-    generator = torch.Generator(like.device).manual_seed(number + (step << 20))
+    generator = torch.Generator(like.device).manual_seed(number)
     return orthonormalize(torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device))
 
 

@@ -25,9 +25,6 @@ class PowersgdOptions(MethodOptions):
     start: int = -1
     """Number of dense steps at the start; -1 for a tenth of training.steps"""
 
-    warm_start: bool = True
-    """Start each step from the factor of the previous step, otherwise from random numbers"""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.rank >= 1, "rank", "it must be 1 or more")

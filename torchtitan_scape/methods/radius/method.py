@@ -13,11 +13,10 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local
 from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits
 from torchtitan_scape.kernels.backends import masked_payload
-from torchtitan_scape.kernels.scape.blocks import entries_per_block
-from torchtitan_scape.kernels.scape.reference import select_blocks, select_largest, set_positions, unpack_bits
+from torchtitan_scape.kernels.scape.reference import select_largest, set_positions, unpack_bits
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.radius.options import BLOCK, RadiusOptions, mask_counts
+from torchtitan_scape.methods.radius.options import RadiusOptions, mask_counts
 from torchtitan_scape.topology.partition import chunk_of_payload
 
 
@@ -57,7 +56,7 @@ class Radius(GradientMethod):
         self._masks = {shard.name: _all_ones(shard) for shard in sparse}
         self._bits = [self._masks[shard.name] for shard in self._shards]
         sizes = [shard.size for shard in self._shards]
-        self._selected = mask_counts(sizes, options.density, options.selection)
+        self._selected = mask_counts(sizes, options.density)
         self._mask_counts: list[int] | None = None  # None: to be read from the device
         self._kernels = masked_payload(self.backend)
         self._masked: Any = None  # the masks as the kernels read them, at `_versions` of the masks
@@ -89,7 +88,8 @@ class Radius(GradientMethod):
             update = self._update(shard)
             if update is None:
                 return  # all steps so far were skipped, including this one
-            masks.append(packed_bits(self._select(self._with_decay(shard, update), k)))
+            update = self._with_decay(shard, update)
+            masks.append(_all_ones(shard) if k == shard.size else packed_bits(select_largest(update, k)))
         for bits, mask in zip(self._bits, masks, strict=True):
             masked_copy_(bits, mask, info.applied)
         if self._mask_counts != self._selected:
@@ -187,18 +187,6 @@ class Radius(GradientMethod):
         theta = local(shard.parameter).detach().reshape(-1).float()
         before = theta.add(update, alpha=lr).div_(1.0 - lr * decay)
         return before.mul_(decay).add_(update)
-
-    def _select(self, values: Tensor, k: int) -> Tensor:
-        """Return bool (n,): True at the k largest values of the tensor, or at the largest of every block."""
-        n = values.numel()
-        if k == n:
-            return torch.ones_like(values, dtype=torch.bool)
-        if self.options.selection == "block":
-            offsets = select_blocks(values, entries_per_block(self.options.density, BLOCK), BLOCK)
-            indices = (offsets + torch.arange(len(offsets), device=values.device)[:, None] * BLOCK).view(-1)
-            bits = torch.zeros(len(offsets) * BLOCK, dtype=torch.bool, device=values.device)
-            return bits.index_fill_(0, indices, True)[:n]
-        return select_largest(values, k)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         return self.context.optimizer.param_groups[shard.group]

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torchtitan_scape.core.workloads import LocalModel, count_entries
-from torchtitan_scape.kernels.scape.blocks import BlockLayout
+from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked, replicas_of
 from torchtitan_scape.topology.partition import chunk_limit, chunk_of_payload
 from torchtitan_scape.topology.ring_bytes import LevelSize
-
-BLOCK = 1024  # entries of a block if the largest of every block are selected
 
 
 @dataclass
@@ -19,7 +17,7 @@ class RadiusOptions(MethodOptions):
     """[sync.radius]: gradients on a mask that is kept for many steps."""
 
     section: ClassVar[str] = "sync.radius"
-    main_options = ("density", "interval", "selection")
+    main_options = ("density", "interval")
 
     density: float = 0.4
     """Share of the entries in the mask, in (0, 1]"""
@@ -29,9 +27,6 @@ class RadiusOptions(MethodOptions):
 
     start: int = -1
     """Steps are dense until the first refresh at or after this step; -1 for one fifth of training.steps"""
-
-    selection: Literal["tensor", "block"] = "tensor"
-    """Select the largest updates of every tensor, or of every block of 1024 entries"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +48,7 @@ class RadiusOptions(MethodOptions):
     def payload(self, model: LocalModel) -> int:
         """Return the entries that a step between two refreshes sends."""
         sizes = self._compressed_sizes(model)
-        return sum(mask_counts(sizes, self.density, self.selection)) + model.entries - sum(sizes)
+        return sum(mask_counts(sizes, self.density)) + model.entries - sum(sizes)
 
     def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         compressed = sum(self._compressed_sizes(model))
@@ -63,11 +58,6 @@ class RadiusOptions(MethodOptions):
         return [count_entries([shape]) for shape in model.matrices()]
 
 
-def mask_counts(sizes: Sequence[int], density: float, selection: str) -> list[int]:
-    """Return the number of mask entries of each tensor.
-
-    Args:
-        selection: "block" for k entries of every block, fewer if the last block is shorter; or "tensor".
-    """
-    layout = BlockLayout(tuple(sizes), BLOCK, 1)
-    return [layout.nnz(i, density, selection) for i in range(len(sizes))]
+def mask_counts(sizes: Sequence[int], density: float) -> list[int]:
+    """Return the number of mask entries of each tensor."""
+    return [entries_per_block(density, size) if size else 0 for size in sizes]
