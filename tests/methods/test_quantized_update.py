@@ -269,9 +269,10 @@ def test_muon_accepts_weights_in_bf16_only_where_owners_have_them_in_fp32() -> N
 
 
 def test_bases_change_early_and_then_at_multiples() -> None:
-    changes = [n - 1 for n in range(1, 302) if QuantizedUpdateOptions().changes_bases(n)]
-    assert changes == [10, 20, 40, 80, 160, 200]
-    assert not any(QuantizedUpdateOptions(whiten_every=0).changes_bases(n) for n in range(1, 302))
+    bases = make(DryRunCollectives(replicas=2), whiten_every=200)._bases
+    assert bases is not None
+    assert [n - 1 for n in range(1, 302) if bases.is_due(n)] == [10, 20, 40, 80, 160, 200]
+    assert make(DryRunCollectives(replicas=2), whiten_every=0)._bases is None
 
 
 def test_bases_change_early_again_after_a_load_that_resets_them() -> None:
@@ -290,9 +291,9 @@ def test_bases_change_early_again_after_a_load_that_resets_them() -> None:
             steps(method, range(n, n + 1))
             changed += [n] if any(not torch.equal(t, basis.tensors()[name]) for name, t in before.items()) else []
         method.load_state_dict(saved)
-        return changed, method._number_with_bases(11)
+        return changed, int(method._bases.start)
 
-    assert run_replicas(2, run) == [([4021, 4031], 11)] * 2
+    assert run_replicas(2, run) == [([4021, 4031], 0)] * 2
 
 
 def test_the_residual_norm_needs_no_inverse_besides_those_of_the_owner() -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_scape.methods.chunked import ChunkedMethod
+from torchtitan_scape.methods.base import ChunkedMethod
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.topology.chunks import in_place

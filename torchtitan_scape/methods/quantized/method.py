@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.backends import block_code, choose_backend, exchange_passes
 from torchtitan_scape.kernels.exchange.layout import FIRST, OWNER_ERROR, SECOND, BlockSlice
-from torchtitan_scape.methods.chunked import ChunkedMethod
+from torchtitan_scape.methods.base import ChunkedMethod
 from torchtitan_scape.methods.coded_exchange import CodedChunk, CodedExchange
 from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State
 from torchtitan_scape.methods.quantized.options import QuantizedOptions

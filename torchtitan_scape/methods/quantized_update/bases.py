@@ -31,6 +31,7 @@ from torchtitan_scape.methods.quantized_update.options import (
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 DECAY = 0.95  # of the second moments, per synchronized gradient
+FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 FLOOR = 1e-3  # added to the eigenvalues, relative to the norm of the second moments
 
 
@@ -164,11 +165,13 @@ class WhiteningBases:
         shards: All parameters of this rank.
         owners: The replica that owns each parameter of Muon, by name.
         collectives: Communication with the other replicas.
+        every: Steps between changes of the bases, besides those of `FIRST_UPDATES`.
 
     Attributes:
         bases: By the name of the parameter.
         numbers: Positions of these parameters among the shards.
         copies: Results of `encoded` in this step, by number of the shard.
+        start: Attempted steps before the first one that used these bases, int64 () on the host; -1 if not known yet.
     """
 
     def __init__(
@@ -176,8 +179,10 @@ class WhiteningBases:
         shards: Sequence[Shard],
         owners: Mapping[str, int],
         collectives: ReplicaCollectives,
+        every: int,
     ) -> None:
-        self._collectives, self._owners = collectives, owners
+        self._collectives, self._owners, self._every, self._first = collectives, owners, every, shards[0].name
+        self.start = torch.full((), -1, dtype=torch.int64, device="cpu")
         self.bases: dict[str, MatrixBasis] = {}
         self.numbers: list[int] = []
         self.copies: dict[int, Tensor] = {}
@@ -192,6 +197,13 @@ class WhiteningBases:
 
     def _numbered(self) -> Iterator[tuple[int, str, MatrixBasis]]:
         return ((i, *item) for i, item in zip(self.numbers, self.bases.items(), strict=True))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the bases change before an attempted step of the run, from 1, if it is applied."""
+        if self.start < 0:
+            self.start.fill_(step - 1)
+        done = step - 1 - int(self.start)
+        return done > 0 and (done % self._every == 0 or (done in FIRST_UPDATES and done < self._every))
 
     def change(self, residuals: Mapping[str, Tensor], applied: Tensor) -> None:
         """Change to the bases of the present second moments. Collective.
@@ -259,9 +271,10 @@ class WhiteningBases:
         """Return to the state at the start of a run."""
         for basis in self.bases.values():
             basis.reset()
+        self.start.fill_(-1)
 
-    def state(self, declared: bool = False) -> State:
-        """Return all tensors but the rotations, which follow from the shapes.
+    def states(self, declared: bool = False) -> list[State]:
+        """Return all tensors but the rotations, which follow from the shapes, and the start of the bases.
 
         declared: With the tensors of all owners, as checkpoints contain them, without values.
         """
@@ -269,7 +282,11 @@ class WhiteningBases:
         if declared:
             bases = {name: MatrixBasis.of(basis.shape, torch.device("meta")) for name, basis in bases.items()}
         tensors = {f"{name}.{kind}": t for name, basis in bases.items() for kind, t in basis.tensors().items()}
-        return State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False)
+        start = {self._first: self.start}
+        return [
+            State("basis", tensors, per_replica=False, on_migration="rebuild", by_parameter=False),
+            State("basis_start", start, per_replica=False, on_migration="rebuild", by_parameter=False),
+        ]
 
     def replicated(self, name: str) -> list[tuple[str | None, Tensor]]:
         """Return the tensors of a parameter that are bitwise equal on all replicas."""

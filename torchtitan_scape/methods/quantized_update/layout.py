@@ -56,10 +56,6 @@ class ExchangeGroup:
     columns: tuple[Column, ...]
     in_fp32: tuple[Column, ...]
 
-    def columns_for(self, coded: bool) -> tuple[Column, ...]:
-        """Return the columns of an exchange in a code, or in FP32."""
-        return self.columns if coded else self.in_fp32
-
 
 def divide(
     sizes: Sequence[int],

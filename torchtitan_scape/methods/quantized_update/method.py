@@ -102,11 +102,9 @@ class QuantizedUpdate(Method, EarlyExchange):
         self._accumulated = torch.zeros(options.interval, dtype=torch.int64, device="cpu")
         self._last_exchanged: list[int] | None = None
         self._bases: WhiteningBases | None = None
-        # Attempted steps before the first one that used these bases; -1 if not known yet.
-        self._basis_start = torch.full((), -1, dtype=torch.int64, device="cpu")
         if options.whiten_every and replicas > 1 and isinstance(context.optimizer, Muon):
             owners = {shards[i].name: self._owners[i][0][0] for i in whole}
-            self._bases = WhiteningBases(shards, owners, self.collectives)
+            self._bases = WhiteningBases(shards, owners, self.collectives, options.whiten_every)
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -130,7 +128,7 @@ class QuantizedUpdate(Method, EarlyExchange):
                 changes = [
                     (column, self._columns.change(column, self._update_code if coded else None, applied))
                     for group in groups
-                    for column in group.columns_for(coded)
+                    for column in (group.columns if coded else group.in_fp32)
                 ]
             with phase("exchange"):  # 4.
                 self._send_changes(changes, coded)
@@ -149,7 +147,7 @@ class QuantizedUpdate(Method, EarlyExchange):
         """
         columns, factor, bases = self._columns, self.context.gradient_scale, self._bases
         if bases is not None:
-            if self.options.changes_bases(self._number_with_bases(info.number)):
+            if bases.is_due(info.number):
                 bases.change(self._residual.tensors, info.applied)
             if early:  # the check has read the gradients themselves
                 gradients = bases.encoded(gradients, range(len(gradients)))
@@ -169,7 +167,7 @@ class QuantizedUpdate(Method, EarlyExchange):
                     column, self._code if coded else None, factor, self._steps_of(group), info.applied
                 )
                 for group in groups
-                for column in group.columns_for(coded)
+                for column in (group.columns if coded else group.in_fp32)
             )
             double_buffered((sent.handle, partial(columns.receive_mean, sent, info.applied)) for sent in started)
         if bases is not None:
@@ -231,12 +229,6 @@ class QuantizedUpdate(Method, EarlyExchange):
         """Return the number of steps whose gradients an exchange of a group contains now."""
         return int(self._accumulated[group.number]) + 1
 
-    def _number_with_bases(self, step: int) -> int:
-        """Return the number of an attempted step of the run among those that use the present bases, from 1."""
-        if self._basis_start < 0:
-            self._basis_start.fill_(step - 1)
-        return step - int(self._basis_start)
-
     def finish_previous_step(self, applied: bool) -> None:
         if applied and self._last_exchanged is not None:
             self._accumulated += 1
@@ -254,12 +246,12 @@ class QuantizedUpdate(Method, EarlyExchange):
         return [column.tensors() for _, column in self._all_columns]
 
     def begin_early(self, step: int) -> Collection[int]:
-        """Return no column if all values are sent in FP32, or if the bases change: only in an applied step they do."""
+        """Return no column if all values are sent in FP32, or if the bases change."""
         if self._full_exchange_requested:
             return ()
         if self._bases is not None:
             self._bases.copies.clear()
-            if self.options.changes_bases(self._number_with_bases(step)):
+            if self._bases.is_due(step):
                 return ()
         return [i for i, (group, _) in enumerate(self._all_columns) if self._is_due(group, step)]
 
@@ -290,7 +282,6 @@ class QuantizedUpdate(Method, EarlyExchange):
         self.owned.reset()
         if self._bases is not None:
             self._bases.reset()
-            self._basis_start.fill_(-1)
 
     def states(self) -> list[State]:
         migration: Literal["gradient", "pending"] = "gradient" if self._bases is None else "pending"
@@ -303,14 +294,12 @@ class QuantizedUpdate(Method, EarlyExchange):
         if self.options.interval > 1:
             of_groups = {"squares": self._squares, "accumulated_steps": self._accumulated}
             states += [State(kind, {name: t}, False, "rebuild", by_parameter=False) for kind, t in of_groups.items()]
-        if self._bases is not None:
-            start = {name: self._basis_start}
-            states += [self._bases.state(), State("basis_start", start, False, "rebuild", by_parameter=False)]
-        return states
+        return states if self._bases is None else [*states, *self._bases.states()]
 
     def declared_states(self) -> list[State]:
         # The owner of a matrix alone has all tensors of its basis.
-        return [self._bases.state(declared=True) if self._bases and s.kind == "basis" else s for s in self.states()]
+        declared = {} if self._bases is None else {state.kind: state for state in self._bases.states(declared=True)}
+        return [declared.get(state.kind, state) for state in self.states()]
 
     def checkpoint_states(self, residual: str) -> list[State]:
         states = {state.kind: state for state in self.states()}

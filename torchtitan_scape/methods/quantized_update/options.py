@@ -23,7 +23,6 @@ WHITENED_TOGETHER = 3072  # entries at most that a matrix of second moments rela
 BASIS_LAYOUT = {"whitened_together": WHITENED_TOGETHER}  # in a checkpoint's record; earlier bases were FP32 and whole
 BASIS_BYTES = 1.0  # of an entry of a basis
 OWNER_BYTES = 8.0  # of its second moment and of its inverse, FP32
-FIRST_UPDATES = (10, 20, 40, 80, 160)  # steps after which the bases change, besides the multiples of `whiten_every`
 
 
 @dataclass
@@ -65,13 +64,6 @@ class QuantizedUpdateOptions(MethodOptions):
 
     def layout(self) -> dict[str, Any]:
         return super().layout() | (BASIS_LAYOUT if self.whiten_every else {})
-
-    def changes_bases(self, number: int) -> bool:
-        """Return whether the bases change before step `number` of those that use them, from 1."""
-        done = number - 1
-        if not self.whiten_every or not done:
-            return False
-        return done % self.whiten_every == 0 or (done in FIRST_UPDATES and done < self.whiten_every)
 
     def for_optimizer(self, name: str) -> "QuantizedUpdateOptions":
         return self if name == "Muon" else replace(self, whiten_every=0)
