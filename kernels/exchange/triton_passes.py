@@ -265,7 +265,7 @@ class BlockExchange:
                     entries[kind] += min(stop * block, each.length) - begin * block
                     begin = stop
         return [
-            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, entries[kind])
+            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, entries=entries[kind])
             for kind, parts in tiles_by_kind.items()
         ]
 

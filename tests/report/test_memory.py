@@ -127,17 +127,21 @@ def test_the_largest_stage_of_a_pipeline_is_predicted() -> None:
 
 
 def test_offloaded_state_is_compared_with_state_on_the_device() -> None:
-    """For several methods; encoded messages are not part of the comparison."""
+    """Encoded messages are not part of the comparison."""
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 
-    for method, more in (("sparseloco", []), ("diloco", []), ("diloco", ["--sync.diloco.host"])):
+    for method, offloads in (("sparseloco", False), ("diloco", False), ("scape-offload", True)):
         with patch.dict(os.environ, {"NGPU": "4"}):
-            config = parse([*RECIPE, *EMBEDDED, *METHODS[method], "--comm.mode=fake_backend", *more])
+            config = parse([*RECIPE, *EMBEDDED, *METHODS[method], "--comm.mode=fake_backend"])
             register(config, with_data=False)
             report = MemoryReport.of(config, layout_of(config), None)
-        assert report.against.startswith(size_text(sum(report.host.values())) + " less") if more else not report.against
+        assert (
+            report.against.startswith(size_text(sum(report.host.values())) + " less")
+            if offloads
+            else not report.against
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ REMOVED_KEYS: dict[str, str] = {
         f"sync.{method}.dense_names": "it was removed, delete it: every matrix is compressed"
         for method in ("topk", "tagc", "radius")
     },
+    **{
+        f"sync.{method}.host": "it was removed, delete it: anchor and outer momentum are on the device"
+        for method in ("diloco", "streaming_diloco", "sparseloco", "co2")
+    },
     "sync.powersgd.warm_start": "it was removed, delete it: every step starts from the previous factor",
     "sync.radius.selection": "it was removed, delete it: the largest updates of every tensor are selected",
     "sync.radius.clip_refresh": 'it was removed, delete it: "literal", the rule of the paper, is the only one',
@@ -65,6 +69,7 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.keep_moment": 0.5,
     "sync.onebit_adam.variance_updates": 0,
     **{f"sync.{method}.dense_names": [] for method in ("topk", "tagc", "radius")},
+    **{f"sync.{method}.host": False for method in ("diloco", "streaming_diloco", "sparseloco", "co2")},
     "sync.powersgd.warm_start": True,
     "sync.radius.selection": "tensor",
     "sync.radius.clip_refresh": "literal",
