@@ -22,10 +22,10 @@ from tests.marks import slow
 from tests.pool import Pool
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.core.timing import PhaseTimer
+from torchtitan_scape.methods.overlap import ForwardOverlap
 from torchtitan_scape.methods.quantized_update.columns import Columns
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.replica.forward_overlap import ForwardOverlap
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import build_groups

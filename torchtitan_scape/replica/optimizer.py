@@ -20,11 +20,10 @@ from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.overlap import BackwardOverlap
+from torchtitan_scape.methods.overlap import BackwardOverlap, ForwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import release_state
 from torchtitan_scape.replica import setup_checks, simulation
-from torchtitan_scape.replica.forward_overlap import ForwardOverlap
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
 from torchtitan_scape.replica.loop_checks import JointCalls
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights
