@@ -143,7 +143,7 @@ def near(found: list[np.ndarray], expected: list[np.ndarray], others: float = 0.
     return bool(np.mean(np.abs(one - other) > 1e-4 * np.sqrt(np.mean(other**2))) <= others)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_equals_the_paper(replicas: int) -> None:
     """Including the errors of workers and servers, apart from entries near zero: rounding decides on their signs."""
     expected = literal(replicas)
