@@ -264,9 +264,10 @@ class BlockExchange:
                     tiles_by_kind.setdefault(kind, []).append(tiles)
                     entries[kind] += min(stop * block, each.length) - begin * block
                     begin = stop
+        device = self._slices.device
         return [
-            _Launch(to_device(torch.cat(parts), self._slices.device), *kind, entries=entries[kind])
-            for kind, parts in tiles_by_kind.items()
+            _Launch(to_device(torch.cat(parts), device), full, dtype, second, entries[full, dtype, second])
+            for (full, dtype, second), parts in tiles_by_kind.items()
         ]
 
     def _tables(self, each: _Launch, tensors: AddressTable) -> tuple[Any, ...]:
