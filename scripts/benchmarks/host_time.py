@@ -71,7 +71,7 @@ class HostSteps:
         ranks: Any = OneOfManyRanks(replicas)
         ranks.minimum_over_all = ranks.sum_over_owners = lambda values: values
         inner: Any
-        if entry.method.holds_optimizer_state:
+        if entry.options.holds_optimizer_state:
             inner = AdamS(named, lr=1e-2, allocate_state=False, kernels="triton")
         else:
             inner = torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2, fused=True)

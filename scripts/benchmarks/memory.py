@@ -209,7 +209,7 @@ def held(trainer: Any) -> dict[str, float]:
         kinds["gradients"] = 4.0 * sum(weight.numel() for weight in weights)
     method: Any = optimizers.methods[0]
     fake_mode: Any = local(weights[0]).fake_mode  # type: ignore[attr-defined]
-    if method.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload are extra
+    if method.options.holds_optimizer_state:  # SCAPE creates its state at once; masks and payload are extra
         kinds["state"] = nbytes([method.passes.storage.flat])
     else:
         with fake_mode, torch.no_grad():

@@ -284,12 +284,13 @@ def count_step(
         number = 2 * inner if isinstance(method, LocalMethod) else 4
         # The first masks of SCAPE are all ones; Radius prepares its masks in the first step after a refresh. Results of
         # local updates may arrive in a later round.
-        is_prepared = method.holds_optimizer_state or name == "radius" or getattr(method.options, "whiten_every", 0)
+        holds_state = method.options.holds_optimizer_state
+        is_prepared = holds_state or name == "radius" or getattr(method.options, "whiten_every", 0)
         for before in range(inner, number) if isinstance(method, LocalMethod) else (1, 2, 3) if is_prepared else ():
             _take(method, model, StepInfo(before, applied), StepCounter())
         counter.count = StepCount()
         _take(method, model, StepInfo(number, applied), counter, early)
-        if method.holds_optimizer_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles
+        if holds_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles
             counter.count.bytes = sum(method.options.pass_bytes(model, replicas).values())
         else:
             counter.count.held = {s.kind: sum(t.nbytes for t in s.tensors.values()) for s in method.states()}
@@ -319,7 +320,7 @@ def count_whole_step(
             counter.count = StepCount()
             with counter, CallCounter(counter):
                 optimizer.step()
-    if method.holds_optimizer_state:  # as in `count_step`
+    if method.options.holds_optimizer_state:  # as in `count_step`
         counter.count.bytes = sum(method.options.pass_bytes(model, replicas).values())
     return counter.count
 
@@ -333,7 +334,7 @@ def _whole_optimizer(
 ) -> ReplicaOptimizer:
     """Return an optimizer on parameters without values, which takes every step as applied."""
     inner: torch.optim.Optimizer
-    if METHODS[name].method.holds_optimizer_state:
+    if METHODS[name].options.holds_optimizer_state:
         inner = AdamS(named, allocate_state=False, kernels="triton")
     else:  # `fused` refuses this device; both have counters of steps on that of the parameters
         inner = torch.optim.AdamW(named, capturable=True)

@@ -98,7 +98,7 @@ class Case:
 
     def may_wait(self) -> bool:
         """Return whether a step may wait for the device: local updates, Radius, TAGC after a full exchange."""
-        waits = METHODS[self.method].method.per_replica_weights or self.method == "radius"
+        waits = METHODS[self.method].options.per_replica_weights or self.method == "radius"
         return waits or "tagc" in self.sharding
 
 
