@@ -10,9 +10,11 @@ from torch import nn
 from tests.pool import Pool
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
+from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.backends import finite_check
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
+from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
@@ -59,7 +61,9 @@ def test_a_skipped_full_exchange_is_repeated(name: str, pool2: Pool) -> None:
 def test_a_non_finite_sum_is_not_attributed_to_one_rank(summed_over: str) -> None:
     """A rank sees only its shard of a sum over ranks, so that any of them may have caused the NaN."""
     everywhere = [(0, []), (1, ["parameter 'w'"])]
-    guard = FiniteGuard(["w"], finite_check("torch"), lambda flags: flags, lambda _: everywhere, 0, max_skipped_steps=1)
+    collectives = ProcessGroupCollectives(None)
+    collectives.gather_objects = lambda _: everywhere  # type: ignore[method-assign]
+    guard = FiniteGuard(["w"], finite_check("torch"), collectives, PhaseTimer(torch.device("cpu")), 1)
     guard.summed_over = summed_over
     guard.check([torch.tensor([torch.nan])])
     guard.conclude(torch.tensor(torch.nan))

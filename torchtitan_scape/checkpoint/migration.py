@@ -39,6 +39,7 @@ from torchtitan_scape.methods.imported import ImportedState, SavedValues, for_mo
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.owned import OTHER_SHAPES
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.initial_state import state_by_kind
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import ReplicaWeights, rows_of
@@ -151,7 +152,8 @@ class _Receiver:
     ) -> None:
         self.method, self.reader, self.summary, self.further = optimizer.methods[row], reader, summary, further
         self.same_layout, self.as_saved, self.per_replica = same_layout, as_saved, bool(optimizer.weights)
-        each = stores(optimizer) or [ReplicaWeights.with_state_of(optimizer.shards(), optimizer.inner)]
+        shards, inner = optimizer.shards(), optimizer.inner
+        each = stores(optimizer) or [ReplicaWeights(shards, inner, *state_by_kind(inner, shards))]
         self.store = each[row] if row < len(each) else None
         self.weights = {shard.name: shard.parameter for shard in self.store.shards} if self.store is not None else {}
 

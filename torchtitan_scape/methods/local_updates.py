@@ -80,18 +80,17 @@ class LocalUpdates(LocalMethod):
 
     Class attributes:
         has_outer_kernel: `kernels.dense.triton_passes.OuterStep` is the outer step.
+
+    Attributes:
         in_flight_kind: kind of the state with the results of running exchanges.
-        in_flight_on_migration: its `on_migration`.
     """
 
     has_outer_kernel: ClassVar[bool] = True
-    in_flight_kind: ClassVar[str] = "in_flight"
-    # Replicas keep their own steps until a result is used, so that a run that drops it loses no step.
-    in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "copy"
 
     def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
         self.schedule, averaging = options.schedule(), options.averaging()
+        self.in_flight_kind = "displacement_in_flight" if self.schedule.restart else "in_flight"
         self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
         self._momenta: dict[str, Tensor] = {}
         if options.stores_momentum():
@@ -199,9 +198,11 @@ class LocalUpdates(LocalMethod):
             for exchange in self._in_flight
             for shard, mean in zip(exchange.shards, exchange.wait(), strict=True)
         }
+        # Without a restart replicas keep their own steps until a result is used: a run that drops it loses no step.
+        migration: Literal["copy", "displacement"] = "displacement" if self.schedule.restart else "copy"
         return [
             *shared,
-            State(self.in_flight_kind, in_flight, per_replica=False, on_migration=self.in_flight_on_migration),
+            State(self.in_flight_kind, in_flight, per_replica=False, on_migration=migration),
             *self._averaging_states(),
         ]
 

@@ -16,7 +16,7 @@ from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.optimizers.algorithms import has_step_of
-from torchtitan_scape.optimizers.initial_state import STEP_HOOKS, create_state, initial_value
+from torchtitan_scape.optimizers.initial_state import STEP_HOOKS, create_state, initial_value, state_by_kind
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -107,13 +107,10 @@ class OwnedParts:
                 if isinstance(counter := before.get("step"), Tensor) and not in_dry_run():
                     self.applied.fill_(float(counter))
         create_state(self.optimizer)
-        for part in self.parts.values():
-            for kind, value in self.optimizer.state[part.shard.parameter].items():
-                if isinstance(value, Tensor) and kind != "step":
-                    values = local(value)
-                    is_moment = values.shape == part.values.shape
-                    held = self.moments if is_moment else self.others
-                    held.setdefault(kind, {})[part.shard.name] = values.view(-1) if is_moment else values
+        moments, self.others = state_by_kind(self.optimizer, [part.shard for part in self.parts.values()])
+        self.moments = {
+            kind: {name: values.view(-1) for name, values in each.items()} for kind, each in moments.items()
+        }
 
     def reset(self) -> None:
         """Return to the state before a first step."""

@@ -1,11 +1,12 @@
-"""The state that an optimizer has before its first step."""
+"""The state of an optimizer, by kind, and its values before the first step."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import local
+from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of PyTorch's optimizers
@@ -15,6 +16,23 @@ _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 def initial_value(kind: str) -> float:
     """Return the value of all entries of an optimizer's state before the first step, by its key."""
     return 1.0 if kind == "mu_product" else 0.0  # NAdam's product of momenta
+
+
+def state_by_kind(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
+    """Return the local tensors of an optimizer's state without counters, by kind and name of the parameter.
+
+    Returns:
+        The state of the shapes of the parameters, and that of other shapes.
+    """
+    moments, others = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
+    for shard in shards:
+        for kind, values in optimizer.state[shard.parameter].items():
+            if isinstance(values, Tensor) and kind != "step":
+                by_kind = moments if values.shape == shard.parameter.shape else others
+                by_kind.setdefault(kind, {})[shard.name] = local(values)
+    return moments, others
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

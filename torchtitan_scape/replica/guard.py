@@ -256,8 +256,8 @@ class FiniteGuard:
     Args:
         names: of the gradients, for messages.
         finite: returns bool (n,): whether each gradient is finite.
-        minimum_over_all: returns the smallest of each entry over all ranks, FP32.
-        gather_objects, rank: for messages.
+        collectives: communication with all ranks.
+        timer: receives the time of waiting for other ranks as "wait".
         limits: of the gradients' norms, for methods that need them; `finite` must then be a `NormCheck`.
         rates: compares the rates of all replicas in every check; None for one replica.
 
@@ -284,15 +284,15 @@ class FiniteGuard:
         self,
         names: Sequence[str],
         finite: Callable[[list[Tensor]], Tensor],
-        minimum_over_all: Callable[[Tensor], Tensor],
-        gather_objects: Callable[[Any], list[Any]],
-        rank: int,
+        collectives: ReplicaCollectives,
+        timer: PhaseTimer,
         max_skipped_steps: int,
         limits: NormLimits | None = None,
         rates: RateComparison | None = None,
     ) -> None:
-        self.names, self.rank, self.max_skipped_steps = list(names), rank, max_skipped_steps
-        self._finite, self._minimum_over_all, self._gather_objects = finite, minimum_over_all, gather_objects
+        self.names, self.max_skipped_steps = list(names), max_skipped_steps
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._finite, self._collectives, self._timer = finite, collectives, timer
         self._limits, self.rates, self.usual_norms = limits, rates, [] if limits is None else limits.usual
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.extra_flags_all_true: list[bool] = []
@@ -317,7 +317,9 @@ class FiniteGuard:
         rates = [] if self.rates is None else [self.rates.checksums(finite.device)]
         norms = self.norms_by_replica(len(self.usual_norms)) if self._limits is not None else ()
         factors = [] if self._limits is None else [self._limits.own_factors(norms)]
-        self._outcome = self._minimum_over_all(torch.cat([flags.float(), *rates, *factors]))
+        outcome = torch.cat([flags.float(), *rates, *factors])
+        with self._timer.phase("wait"):
+            self._outcome = self._collectives.minimum_over_all(outcome)
         self._extra_flags, self._was_sent = len(extra_flags), was_sent
         self.finite = self._outcome[0] > 0.0
         self.applied.copy_(self.finite)
@@ -461,7 +463,8 @@ class FiniteGuard:
     def _nonfinite_ranks(self) -> str:
         assert self._each is not None
         each = zip(self.names, self._each.tolist(), strict=True)
-        return ranks_text(self._gather_objects((self.rank, [f"parameter {name!r}" for name, good in each if not good])))
+        own = self.rank, [f"parameter {name!r}" for name, good in each if not good]
+        return ranks_text(self._collectives.gather_objects(own))
 
 
 def guard_of(
@@ -488,9 +491,8 @@ def guard_of(
     return FiniteGuard(
         [shard.name + endpoint.label for endpoint in endpoints for shard in shards],
         gradient_check(kernels, shards, scale * collectives.replicas, by_norms),
-        timer.timed("wait", collectives.minimum_over_all),
-        collectives.gather_objects,
-        dist.get_rank() if dist.is_initialized() else 0,
+        collectives,
+        timer,
         max_skipped_steps,
         limits,
         RateComparison(groups, collectives) if many else None,

@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchtitan_scape.core.parameters import Shard, collect_shards, local, stored
+from torchtitan_scape.core.parameters import Shard, collect_shards, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
-from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.initial_state import create_state, state_by_kind
 from torchtitan_scape.optimizers.matrix_choice import unreported
 from torchtitan_scape.replica.setup_checks import ONE_OPTIMIZER
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -41,7 +41,7 @@ class ReplicaWeights:
         """
         if not all(optimizer.state.get(shard.parameter) for shard in shards):
             create_state(optimizer)
-        made = cls.with_state_of(shards, optimizer)
+        made = cls(shards, optimizer, *state_by_kind(optimizer, shards))
         for kind, tensors in made.others.items():
             name, values = next(iter(tensors.items()))
             raise ValueError(
@@ -49,17 +49,6 @@ class ReplicaWeights:
                 "per-replica weights need state of the parameters' shapes: use AdamW, for example"
             )
         return made
-
-    @classmethod
-    def with_state_of(cls, shards: list[Shard], optimizer: torch.optim.Optimizer) -> "ReplicaWeights":
-        """Return the weights with the state that the optimizer has."""
-        moments, others = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
-        for shard in shards:
-            for kind, values in optimizer.state[shard.parameter].items():
-                if isinstance(values, Tensor) and kind != "step":
-                    by_kind = moments if values.shape == shard.parameter.shape else others
-                    by_kind.setdefault(kind, {})[shard.name] = local(values)
-        return cls(shards, optimizer, moments, others)
 
     @classmethod
     def copy_of(cls, shards: Sequence[Shard], make_optimizer: MakeOptimizer) -> "ReplicaWeights":

@@ -15,7 +15,7 @@ What the sources leave open, and the choice here:
 - First round. There is no stale result at its end: the momentum stays zero, and replicas return to x_{0,0}.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,8 +54,6 @@ class Co2(LocalUpdates):
     """
 
     has_outer_kernel: ClassVar[bool] = False
-    in_flight_kind: ClassVar[str] = "displacement_in_flight"
-    in_flight_on_migration: ClassVar[Literal["copy", "displacement"]] = "displacement"
 
     def move_anchor(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
         moved = mean if momentum is None else momentum.mul_(self.options.outer_momentum).add_(mean)
