@@ -25,6 +25,8 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
 }
 _UPDATE_CODE = 'new values have the dtype of the weights: delete it, or set weights_dtype = "bfloat16"'
 _SAMPLE = "it was removed, delete it: transformers generates text with a model that torchtitan_scape.export wrote"
+_DENSE_NAMES = ("topk.dense_names", "tagc.dense_names", "radius.dense_names")
+_HOST = ("diloco.host", "streaming_diloco.host", "sparseloco.host", "co2.host")
 # Earlier keys and sections without a present one with the same values, and the advice for each.
 REMOVED_KEYS: dict[str, str] = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
@@ -36,14 +38,8 @@ REMOVED_KEYS: dict[str, str] = {
     "sync.scape.keep_moment": "it was removed, delete it: with staleness_scaling the factor is always 0.5",
     **{f"sync.scape.{key}": _UPDATE_CODE for key in ("update_code", "values", "values_dtype")},
     "sync.onebit_adam.variance_updates": "it was removed, delete it: every step of the warm-up updates the variance",
-    **{
-        f"sync.{method}.dense_names": "it was removed, delete it: every matrix is compressed"
-        for method in ("topk", "tagc", "radius")
-    },
-    **{
-        f"sync.{method}.host": "it was removed, delete it: anchor and outer momentum are on the device"
-        for method in ("diloco", "streaming_diloco", "sparseloco", "co2")
-    },
+    **{f"sync.{key}": "it was removed, delete it: every matrix is compressed" for key in _DENSE_NAMES},
+    **{f"sync.{key}": "it was removed, delete it: anchor and outer momentum are on the device" for key in _HOST},
     "sync.powersgd.warm_start": "it was removed, delete it: every step starts from the previous factor",
     "sync.radius.selection": "it was removed, delete it: the largest updates of every tensor are selected",
     "sync.radius.clip_refresh": 'it was removed, delete it: "literal", the rule of the paper, is the only one',
@@ -68,8 +64,8 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.max_wait": 1000,
     "sync.scape.keep_moment": 0.5,
     "sync.onebit_adam.variance_updates": 0,
-    **{f"sync.{method}.dense_names": [] for method in ("topk", "tagc", "radius")},
-    **{f"sync.{method}.host": False for method in ("diloco", "streaming_diloco", "sparseloco", "co2")},
+    **{f"sync.{key}": [] for key in _DENSE_NAMES},
+    **{f"sync.{key}": False for key in _HOST},
     "sync.powersgd.warm_start": True,
     "sync.radius.selection": "tensor",
     "sync.radius.clip_refresh": "literal",
