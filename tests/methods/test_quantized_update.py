@@ -370,7 +370,7 @@ def test_the_planned_products_are_those_of_the_bases() -> None:
     model, cost = LocalModel(tuple(NAMED), tuple(NAMED.values())), QuantizedUpdateOptions(**OPTIONS)
     assert cost.matrix_flops(model, 1) == (0.0, 0.0)
     planned = 2 * 3 * sum(cost.matrix_flops(model, 2))
-    assert planned < counted < 1.4 * planned  # a change also decodes and encodes residuals, and rotates the roots
+    assert planned < counted < 1.5 * planned  # a change also decodes and encodes residuals, and rotates the roots
 
 
 @pytest.mark.parametrize("replicas", [4, 16, 64])
