@@ -7,6 +7,7 @@ import pytest
 
 from tests.pool import Pool
 from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.core.text import size_text
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving, checkpoint_bytes
@@ -59,4 +60,6 @@ def test_the_text_has_the_size_what_is_kept_and_the_time() -> None:
     slow = replace(cost, links=cost.links.with_bandwidth("network", 0.1e9), saving=Saving(keep=10, count=3))
     assert slow.seconds == pytest.approx(cost.total / 6.4e9)
     assert "for the 3 that are kept" in slow.describe() and "6.4 GB/s, the links of 64 rank(s)" in slow.describe()
+    copied = replace(cost, saving=Saving(keep=10, count=3, copies=1)).describe()
+    assert f"{size_text(6 * cost.total)} for the 3 that are kept, with copies on 1 other node(s), and one" in copied
     assert "all are kept" in replace(cost, saving=Saving(keep=0)).describe()

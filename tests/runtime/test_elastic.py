@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.fault_runs import PrivateFolders
 from scripts.faults.lost_nodes import ARGUMENTS, ElasticRun, repeated_by_hand
 from tests.runtime.test_launch import launch
 from torchtitan_scape.config.parsing import parse
@@ -61,11 +62,16 @@ def test_the_launcher_refuses_such_a_recipe_before_it_waits_for_nodes(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(victim: int, tmp_path: Path) -> None:
-    """Real processes. The node of either launcher is lost, also that which serves the store. The training alone, and
-    that after the join, equal a start by hand from the same checkpoint in every bit.
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(copies: int, victim: int, tmp_path: Path) -> None:
+    """Real processes. The node of either launcher is lost, also that which serves the store, and with copies its folder
+    too. The training alone, and that after the join, equal a start by hand from the same checkpoint in every bit.
     """
-    run = ElasticRun(tmp_path / "run", ARGUMENTS)
+    if copies and os.geteuid() != 0:
+        pytest.skip("mount namespaces need root")
+    (tmp_path / "run").mkdir()
+    folders = PrivateFolders(tmp_path / "run", tmp_path / "nodes") if copies else None
+    run = ElasticRun(tmp_path / "run", [*ARGUMENTS, f"--checkpoint.copies={copies}"], folders=folders)
     with run.launch as nodes:
 
         def wait_for_checkpoint() -> None:
@@ -85,6 +91,9 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(victim: int, 
         wait_for_checkpoint()
     run.intervals.append((2, last + 10 - last % 10))
     assert [count for count, _ in run.intervals] == [2, 1, 2, 2]
+    if folders is not None:
+        for _, step in run.intervals:
+            folders.merge(step, 2, tmp_path / "run" / "checkpoint")
     for interval in (1, 2):
         assert run.intervals[interval + 1][1] > run.intervals[interval][1]
         assert repeated_by_hand(tmp_path / "run", ARGUMENTS, interval, run, tmp_path / str(interval)) == []

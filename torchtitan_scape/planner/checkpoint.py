@@ -20,11 +20,13 @@ class Saving:
         residual: `residual`.
         keep: `keep_latest_k`; 0 for all.
         count: Checkpoints that the run writes; 0 if that is not known.
+        copies: `copies`.
     """
 
     residual: str = "exact"
     keep: int = 10
     count: int = 0
+    copies: int = 0
 
 
 DEFAULT_SAVING = Saving()
@@ -95,6 +97,7 @@ class CheckpointCost:
         """Return the size, what is kept, and the time, in words."""
         large = {kind: nbytes for kind, nbytes in self.kinds.items() if 1000 * nbytes > self.total}
         kept = min((count for count in (self.saving.keep, self.saving.count) if count), default=0)
+        stored = kept * (1 + self.saving.copies) * self.total
         links = self.ranks * self.links["network"].bandwidth
         if links < self.storage:
             rate = f"{links / 1e9:g} GB/s, the links of {self.ranks} rank(s) ({self.links.source})"
@@ -103,6 +106,7 @@ class CheckpointCost:
             rate = f"{self.storage / 1e9:g} GB/s, {known}"
         return (
             f"Checkpoint: {size_text(self.total)} of all ranks together ({kinds_text(large)}); "
-            + (f"{size_text(kept * self.total)} for the {kept} that are kept" if kept else "all are kept")
+            + (f"{size_text(stored)} for the {kept} that are kept" if kept else "all are kept")
+            + (f", with copies on {self.saving.copies} other node(s)" if self.saving.copies else "")
             + f", and one more while it is written. At least {seconds_text(self.seconds)} to write: {rate}"
         )

@@ -70,4 +70,5 @@ def saving_of(config: JobConfig) -> Saving | None:
     chosen = config.checkpoint
     if not chosen.enable or chosen.load_only:
         return None
-    return Saving(chosen.residual, chosen.keep_latest_k, config.training.steps // chosen.interval)
+    count = config.training.steps // chosen.interval
+    return Saving(chosen.residual, chosen.keep_latest_k, count, chosen.copies)
