@@ -67,13 +67,13 @@ def lose_a_node(name: str, cluster: Cluster, scratch: Path, arguments: list[str]
     copies = [float(seconds) for seconds in COPIED.findall(before)]
     return {
         "checkpoint": last,
-        "bytes": sum(path.stat().st_size for path in last.iterdir()),
-        "seconds of a save, median": statistics.median(saves),
-        "of these for copies": statistics.median(copies) if copies else 0.0,
-        "bytes received at the start": int(received[0][0].replace(",", "")),
-        "seconds to verify and receive": float(received[0][1]),
-        "seconds to load": float(seconds),
-        "seconds of the second run": round(whole, 1),
+        "MB": sum(path.stat().st_size for path in last.iterdir()) / 1e6,
+        "save, s": statistics.median(saves),
+        "copies, s": statistics.median(copies) if copies else 0.0,
+        "MB received at the start": int(received[0][0].replace(",", "")) / 1e6,
+        "verify and receive, s": float(received[0][1]),
+        "load, s": float(seconds),
+        "second run, s": whole,
     }
 
 
@@ -91,18 +91,34 @@ def run(args: argparse.Namespace) -> int:
         different = differences(*last, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    facts = {"nodes": args.nodes, "rate, Mbit/s": args.rate, "lost at": LOST_AT, "different tensors": different}
-    rows = [{"folder": name, **row} for name, row in results.items()]
     command = command_of("scripts.faults.private_folders")
-    equal = "equal in every bit" if not different else f"different in {len(different)} tensors"
-    text = (
-        f"# Folders of single nodes\n\n`{command}`\n\n{args.nodes} nodes of one rank, links of {args.rate:g} Mbit/s, "
-        f"folders in memory. The second node and its folder were lost after step {LOST_AT}. The checkpoints of step "
-        f"{STEPS} after the second start are {equal}.\n\n{markdown(rows)}\n"
-    )
-    write(args.output / "private_folders.json", facts | results)
-    write(args.output / "private_folders.md", text)
+    facts = {
+        "command": command,
+        "nodes": args.nodes,
+        "rate, Mbit/s": args.rate,
+        "lost at": LOST_AT,
+        "different tensors": different,
+    }
+    write(args.output / "private_folders.json", facts | {"folders": results})
+    write(args.output / "private_folders.md", table(facts | {"folders": results}))
     return 1 if different else 0
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the text of private_folders.md."""
+    rows = [
+        {"folder": name, **{key: f"{value:.2f}" for key, value in row.items()}}
+        for name, row in facts["folders"].items()
+    ]
+    different = facts["different tensors"]
+    equal = "equal in every bit" if not different else f"different in {len(different)} tensors"
+    return (
+        f"# Folders of single nodes\n\n`{facts['command']}`\n\n{facts['nodes']} nodes of one rank, links of "
+        f"{facts['rate, Mbit/s']:g} Mbit/s, folders in memory. The second node and its folder were lost after step "
+        f"{facts['lost at']}. The checkpoints of step {STEPS} after the second start are {equal}. Times of a save and "
+        "of copies are medians of the first run; the second run includes the start of Python.\n\n"
+        f"{markdown(rows)}\n"
+    )
 
 
 if __name__ == "__main__":
