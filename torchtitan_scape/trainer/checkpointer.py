@@ -312,7 +312,7 @@ class ReplicaCheckpointer(CheckpointManager):
     def _choose(self, step: int) -> str | None:
         """Return the verified folder to resume from, or None if there is none."""
         if self._nodes is not None:
-            self._nodes.exchange_manifests(self.folder)
+            self._from_nodes(self._nodes.exchange_manifests, self.folder)
         existing: list[int] = call_on_rank_0(lambda: storage.steps_in(self.folder))
         steps: list[int] = call_on_rank_0(
             lambda: [s for s in existing if storage.is_finished(self._create_checkpoint_id(s))]
@@ -347,7 +347,14 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _damage(self, path: str) -> str | None:
         """Return why a checkpoint cannot be loaded, or None if it can. Collective."""
-        return storage.first_damage(path) if self._nodes is None else self._nodes.restore(path)
+        return storage.first_damage(path) if self._nodes is None else self._from_nodes(self._nodes.restore, path)
+
+    def _from_nodes(self, work: Callable[[str], Any], path: str) -> Any:
+        """Return `work(path)`. Raises ValueError on every rank if a node cannot be written."""
+        try:
+            return work(path)
+        except OSError as error:
+            raise ValueError(storage.failure_text(error, path)) from error
 
     def _path_of_step(self, step: int, steps: list[int]) -> str:
         path = self._create_checkpoint_id(step)
