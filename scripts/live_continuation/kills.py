@@ -5,7 +5,8 @@
 A prototype outside of the product: a small GPT, an own loop, replicas of one process each on this machine. One run has
 no kills, and one loses one or two replicas with SIGKILL: between two steps, in an exchange, or before the vote on its
 result. Both train the same number of batches, those of lost rounds not counted. The checks: every batch was trained
-once, and no step of a replica that was not killed was lost. Writes live_continuation_METHOD.json and .md.
+once, and no step of a replica that was not killed was lost. Writes live_continuation_METHOD.json and .md; a stored run
+is not repeated.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common import RESULTS, ROOT, RunError, command_of, markdown, run_command, versions, write
+from scripts.common import RESULTS, ROOT, RunError, command_of, markdown, read, run_command, versions, write
 from scripts.live_continuation.membership import Coordinator
 
 MOMENTS = ("step", "exchange", "vote")
@@ -108,8 +108,9 @@ class LiveRun:
 
     def wait(self) -> None:
         """Wait for the end of the replicas that were not killed."""
-        for name in self.alive():
-            self.wait_until(lambda name=name: self._processes[name].poll() is not None, f"the end of {name}")
+        while any(self._processes[name].poll() is None for name in self.alive()):
+            time.sleep(0.1)
+            self.update()
         self.update()
 
     def kill(self, names: Sequence[str], moment: str) -> float:
@@ -136,7 +137,6 @@ def one_loss(run: LiveRun, moment: str, count: int, dice: random.Random) -> Row:
     run.wait_until(lambda: run.of("end") or all(run.of("step", name, lost) for name in others), "their next step")
     exchanged = max((run.of("exchanged", name, lost)[0] for name in others), key=lambda e: e["time"])
     steps = [run.of("step", name, lost)[:1] for name in others]
-    started = time.monotonic()
     new = [f"{slot}.{int(start) + 1}" for slot, start in (name.split(".") for name in victims)]
     for name in new:
         run.start(name, joins=True)
@@ -149,7 +149,7 @@ def one_loss(run: LiveRun, moment: str, count: int, dice: random.Random) -> Row:
         "seconds to the next step": max((e["time"] for found in steps for e in found), default=math.nan) - lost,
         "seconds to the next exchange": exchanged["time"] - lost,
         "seconds of that exchange": exchange_seconds(run)[exchanged["round"]],
-        "joins": [join_of(run, name, started) for name in new if run.of("step", name)],
+        "joins": [join_of(run, name) for name in new if run.of("step", name)],
     }
 
 
@@ -165,14 +165,13 @@ def exchange_seconds(run: LiveRun) -> dict[int, float]:
     return seconds
 
 
-def join_of(run: LiveRun, name: str, started: float) -> Row:
+def join_of(run: LiveRun, name: str) -> Row:
     """Return the times of a join: of the new replica, and of the others, who wait for it between two rounds."""
     formed, ready = run.of("formed", name)[0], run.of("ready", name)[0]["time"]
     exchanged = max(e["time"] for e in run.of("exchanged") if e["round"] == formed["round"])
     group = [e for e in run.of("regroups", name) if e["time"] < formed["time"]][-1]["seconds"]
     received = run.of("receives", name)[-1]
     return {
-        "seconds to start": ready - started,
         "seconds of waiting for the round": exchanged - ready,
         "seconds to join": formed["time"] - exchanged,
         "of these for the group": group["group"],
@@ -189,15 +188,15 @@ def check(run: LiveRun) -> dict[str, int]:
     if len({e["batch"] for e in steps}) != len(steps):
         raise RunError("a batch was trained twice")
     dropped = [e for e in steps if e["name"] not in trainers.get(e["round"], ())]
-    unfinished = [e for e in dropped if e["name"] not in run.killed]
-    if unfinished:
-        raise RunError(f"{len(unfinished)} steps of living replicas were lost, first {unfinished[0]}")
-    return {"steps": len(steps), "steps of killed replicas lost": len(dropped), "steps of others lost": 0}
+    last = {e["name"]: e["round"] for e in steps}  # a replica that is killed may lose the steps of this round
+    of_living = [e for e in dropped if e["name"] not in run.killed or e["round"] < last[e["name"]]]
+    if of_living:
+        raise RunError(f"{len(of_living)} steps of living replicas were lost, first {of_living[0]}")
+    return {"steps": len(steps), "steps of killed replicas lost": len(dropped), "steps of others lost": len(of_living)}
 
 
 def train(args: argparse.Namespace, kills: int, folder: Path) -> Row:
     """Run with so many losses of one or two replicas, and return its figures."""
-    folder.mkdir(parents=True)
     options = [f"--method={args.method}", f"--inner_steps={args.inner_steps}", f"--batches={args.batches}"]
     dice, rows = random.Random(args.seed), list[Row]()
     with LiveRun(folder, args.replicas, [*options, f"--seed={args.seed}"]) as run:
@@ -211,41 +210,50 @@ def train(args: argparse.Namespace, kills: int, folder: Path) -> Row:
             rows.append(one_loss(run, MOMENTS[number % 3], count, dice))
             print({key: value for key, value in rows[-1].items() if key != "joins"}, flush=True)
         run.wait()
-        ends, steps, regroups, seconds = run.of("end"), run.of("step"), run.of("regroups"), exchange_seconds(run)
-        disturbed = {row["round"] for row in rows}
-        return {
-            "kills": rows,
-            "held-out loss": ends[0]["loss"],
-            "replicas have the same loss": len({e["loss"] for e in ends}) == 1,
-            "batches": ends[0]["trained"],
-            "rounds": max(seconds),
-            **check(run),
-            "seconds of other exchanges": statistics.median(s for r, s in seconds.items() if r not in disturbed),
-            "CPU seconds of a rebuilt optimizer": statistics.median(e["optimizer_cpu"] for e in regroups),
-            "steps per second": len(steps) / (ends[0]["time"] - steps[0]["time"]),
-        }
+        return figures_of(run, rows)
 
 
-def spans(rows: Sequence[Row]) -> list[Row]:
+def figures_of(run: LiveRun, rows: list[Row]) -> Row:
+    """Return the figures of a run that has ended. rows: its losses of replicas."""
+    ends, steps, regroups, seconds = run.of("end"), run.of("step"), run.of("regroups"), exchange_seconds(run)
+    disturbed = {row["round"] for row in rows}
+    return {
+        "kills": rows,
+        "held-out loss": ends[0]["loss"],
+        "replicas have the same loss": len({e["loss"] for e in ends}) == 1,
+        "batches": ends[0]["trained"],
+        "rounds": max(seconds),
+        **check(run),
+        "seconds of other exchanges": statistics.median(s for r, s in seconds.items() if r not in disturbed),
+        "seconds of a rebuilt optimizer": statistics.median(e["seconds"]["optimizer"] for e in regroups),
+        "CPU seconds of it": statistics.median(e["optimizer_cpu"] for e in regroups),
+        "steps per second": len(steps) / (ends[0]["time"] - steps[0]["time"]),
+    }
+
+
+def spans(rows: Sequence[Row]) -> Row:
     """Return median, smallest and largest value of every column with times."""
-    found = []
+    found = {}
     for key in rows[0] if rows else ():
         values = [row[key] for row in rows if isinstance(row[key], float) and math.isfinite(row[key])]
         if values:
-            figures = (statistics.median(values), min(values), max(values))
-            found.append({"quantity": key, **dict(zip(("median", "min", "max"), map(_digits, figures), strict=True))})
+            found[key] = f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
     return found
 
 
-def _digits(value: Any) -> Any:
-    return f"{value:.3g}" if isinstance(value, float) else value
+def _digits(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def report(command: str, args: argparse.Namespace, undisturbed: Row, killed: Row) -> str:
     rows = [{key: _digits(value) for key, value in row.items() if key != "joins"} for row in killed["kills"]]
     joins = [join for row in killed["kills"] for join in row["joins"]]
+    moments = []
+    for moment in (*MOMENTS, "all"):
+        chosen = [row for row in killed["kills"] if moment in ("all", row["moment"])]
+        moments.append({"moment": moment, "losses": len(chosen), **spans(chosen)})
     totals = [
-        {"quantity": key, "undisturbed": _digits(undisturbed[key]), "with kills": _digits(value)}
+        {"quantity": key, "undisturbed": _digits(undisturbed[key]), "with losses": _digits(value)}
         for key, value in killed.items()
         if key != "kills"
     ]
@@ -256,13 +264,13 @@ parameters, batches of 8 x 64 bytes, gloo, all on one CPU core that other progra
 
 {markdown(totals)}
 
-{len(rows)} losses of one or two replicas; those left lost no step:
+{len(rows)} losses of one or two replicas, seconds as median (smallest to largest):
 
-{markdown(spans(killed["kills"]))}
+{markdown(moments)}
 
-{len(joins)} joins, as seen by the new replica; the others wait for "seconds to join":
+{len(joins)} joins, as the new replica sees them; the others wait for the seconds to join:
 
-{markdown(spans(joins))}
+{markdown([spans(joins)])}
 
 Each loss:
 
@@ -271,15 +279,18 @@ Each loss:
 
 
 def main(args: argparse.Namespace) -> None:
-    begin, scratch = time.monotonic(), Path(tempfile.mkdtemp(prefix="scape-live-"))
-    made: Row = {"command": command_of("scripts.live_continuation.kills"), "versions": versions()}
-    killed = train(args, args.kills, scratch / "killed")
-    undisturbed = train(args, 0, scratch / "undisturbed")
-    made |= {"seconds": time.monotonic() - begin, "undisturbed": undisturbed, "killed": killed}
     name = f"live_continuation_{args.method}"
-    write(args.output / f"{name}.json", made)
-    write(args.output / f"{name}.md", report(made["command"], args, undisturbed, killed))
-    shutil.rmtree(scratch)
+    record, command = args.output / f"{name}.json", command_of("scripts.live_continuation.kills")
+    given = {key: value for key, value in vars(args).items() if key != "output"}
+    found = read(record)
+    if found is None or found["arguments"] != given:
+        found = {"command": command, "arguments": given, "versions": versions()}
+    for kind, kills in (("killed", args.kills), ("undisturbed", 0)):
+        if kind not in found:
+            with tempfile.TemporaryDirectory(prefix="scape-live-") as folder:
+                found[kind] = train(args, kills, Path(folder))
+            write(record, found)
+    write(args.output / f"{name}.md", report(found["command"], args, found["undisturbed"], found["killed"]))
 
 
 if __name__ == "__main__":
@@ -292,4 +303,4 @@ if __name__ == "__main__":
         "--seed": dict(type=int, default=0),
         "--output": dict(type=Path, default=RESULTS / "faults"),
     }
-    sys.exit(run_command(__doc__, main, options, "stopped"))
+    sys.exit(run_command(__doc__, main, options))
