@@ -17,10 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests import training
 from tests.checkpoint.runs import ALONE
-from tests.checkpoint.sizes import bytes_on_disk
 from tests.pool import Pool
 from tests.training import METHODS
-from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.imported import for_moment
 from torchtitan_scape.methods.quantized_update.bases import MatrixBasis
@@ -137,20 +135,6 @@ def test_bases_resume_bit_for_bit(shards: int, pool4: Pool, tmp_path: Path) -> N
     for message, resumed, uninterrupted in pool4(resume, str(tmp_path), shards):
         assert "as it was saved" in message
         assert all(map(torch.equal, resumed, uninterrupted))
-
-
-def sizes_with_shards(path: str) -> tuple[dict[str, int], dict[str, int]]:
-    from torchtitan_scape import checkpoint_states
-
-    run = build("quantized_update", 2)
-    train(*run, 0)
-    dcp.save(checkpoint_states(*run), checkpoint_id=path)
-    return sizes(run[1], "exact"), bytes_on_disk(path)
-
-
-def test_the_size_of_bases_is_that_of_all_shards(pool4: Pool, tmp_path: Path) -> None:
-    for expected, on_disk in pool4(sizes_with_shards, str(tmp_path)):
-        assert expected == on_disk and on_disk["basis"] > 0
 
 
 def test_simulated_replicas_resume_bit_for_bit(pool1: Pool, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""Predicted size of a checkpoint, against the states of a trainer."""
+"""Predicted size of a checkpoint, against the tensors of a checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from tests.checkpoint.sizes import bytes_on_disk
 from tests.pool import Pool
 from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.text import size_text
@@ -17,8 +19,8 @@ from torchtitan_scape.topology.machines import get_machine
 
 
 def stored_and_predicted(folder: str, method: str, layout: str) -> list[tuple[str, float, float]]:
-    """Return (residual, bytes of all states, predicted bytes) before the first step."""
-    from torchtitan_scape.checkpoint.state import sizes
+    """Return (residual, bytes of the parameters and all states, predicted bytes) before the first step."""
+    from torchtitan_scape.checkpoint.own_loop import OPTIMIZER, checkpoint_states
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.models.registry import workload_of
     from torchtitan_scape.planner.configured import method_of
@@ -29,7 +31,10 @@ def stored_and_predicted(folder: str, method: str, layout: str) -> list[tuple[st
     trainer = ScapeTrainer(config)
     model, found = workload_of(config).whole(), []
     for residual in ("exact", "mean"):
-        kinds = {"parameters": 4 * model.entries} | sizes(trainer.replica_optimizer, residual)
+        states = checkpoint_states(trainer.model_parts[0], trainer.replica_optimizer, residual)
+        path = f"{folder}/{residual}"
+        dcp.save({OPTIMIZER: states[OPTIMIZER]}, checkpoint_id=path)
+        kinds = {"parameters": 4 * model.entries} | bytes_on_disk(path)
         predicted = checkpoint_bytes(method_of(config), model, trainer.layout.replicate, residual)
         found.append((residual, float(sum(kinds.values())), sum(predicted.values())))
     trainer.close()
@@ -37,7 +42,7 @@ def stored_and_predicted(folder: str, method: str, layout: str) -> list[tuple[st
 
 
 @pytest.mark.parametrize("method", ["adamw", "muon", "scape", "scape-gather", "quantized", "quantized-update"])
-def test_the_predicted_size_is_that_of_the_states(method: str, pool2: Pool, tmp_path: Path) -> None:
+def test_the_predicted_size_is_that_of_the_files(method: str, pool2: Pool, tmp_path: Path) -> None:
     for stored in pool2(stored_and_predicted, str(tmp_path), method, "1x2"):
         for residual, nbytes, predicted in stored:
             # Of the bases of `quantized_update` the prediction has those of one owner.
@@ -46,7 +51,7 @@ def test_the_predicted_size_is_that_of_the_states(method: str, pool2: Pool, tmp_
 
 @pytest.mark.parametrize("method", ["diloco", "sparta", "onebit", "sparseloco", "scape-gather-bf16"])
 def test_other_methods(method: str, pool2: Pool, tmp_path: Path) -> None:
-    test_the_predicted_size_is_that_of_the_states(method, pool2, tmp_path)
+    test_the_predicted_size_is_that_of_the_files(method, pool2, tmp_path)
 
 
 def test_the_text_has_the_size_what_is_kept_and_the_time() -> None:

@@ -21,17 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchtitan_scape.checkpoint.metadata import damaged
 from torchtitan_scape.checkpoint.reader import StateReader
-from torchtitan_scape.checkpoint.state import (
-    PREFIX,
-    dense_state,
-    has_dense_state,
-    load_dense_state,
-    stores,
-    usual_norms,
-)
+from torchtitan_scape.checkpoint.state import dense_state, has_dense_state, load_dense_state, stores, usual_norms
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.core.tensors import sum_of_squares
@@ -42,7 +36,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.initial_state import state_by_kind
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.simulation import ReplicaWeights, rows_of
+from torchtitan_scape.replica.simulation import ReplicaWeights
 
 
 @torch.no_grad()
@@ -69,7 +63,8 @@ def migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool)
 def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool) -> "_Summary":
     optimizer.prepare_to_load()
     shard_residuals = optimizer.sharding.unsent.loading(reader, optimizer.shards())
-    optimizer.attempted_steps = reader.saved["attempted_steps"]
+    optimizer.attempted_steps, counters = reader.saved["attempted_steps"], reader.saved["counters"]
+    optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = counters["skipped"], counters["skipped_in_a_row"]
     summary = _Summary(reader, optimizer, exact=same_layout and reader.saved["residual"] == "exact")
     if same_layout:
         reader.fill_of_this_shard(usual_norms(optimizer))
@@ -77,7 +72,7 @@ def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool
     if keeps_moments:
         summary.copied = summary.complete_exchange = not same_layout
         for method in optimizer.methods:
-            receivers.append(method.begin_import(reader, same_layout, optimizer.attempted_steps))
+            receivers.append(method.begin_import(reader, same_layout))
     else:
         as_saved = _load_dense_state(optimizer, reader)
         summary.copied = not as_saved
@@ -86,7 +81,9 @@ def _migrate(optimizer: ReplicaOptimizer, reader: StateReader, same_layout: bool
             receivers.append(_Receiver(optimizer, reader, summary, row, residuals, same_layout, as_saved))
     for shard, imported in _imported_states(optimizer, reader, same_layout, summary):
         for row, receiver in enumerate(receivers):
-            summary.flushed |= receiver.parameter(shard, imported, row)
+            if receiver.parameter(shard, imported, row):
+                summary.flushed = True
+                summary.lost |= _beta1(optimizer.inner, shard) == 0.0
     for receiver in receivers:
         receiver.finish()
     if not keeps_moments:
@@ -103,12 +100,14 @@ def _imported_states(
 ) -> Iterator[tuple[Shard, ImportedState]]:
     """Yield each parameter with its saved state, as the method that saved it interprets it."""
     entry, decoders = METHODS[reader.saved["method"]], None
+    import_state = entry.import_state
     if not same_layout and any(state["on_migration"] == "pending" for state in reader.saved["states"].values()):
-        decoders = entry.saved_decoders(reader, optimizer.shards())
+        if entry.decoders_function:
+            decoders = entry.saved_decoders(reader, optimizer.shards())
         summary.unreadable = decoders is None
     for shard, kinds in reader:
         decode = None if decoders is None else decoders.get(shard.name, lambda values: values)
-        imported: ImportedState = entry.import_state(kinds, reader, optimizer.grad_norm.device, decode)
+        imported: ImportedState = import_state(kinds, reader, optimizer.grad_norm.device, decode)
         summary.count(shard, imported)
         if optimizer.options.holds_optimizer_state and imported.weights is None and imported.displacements:
             imported.weights = SavedValues(reader, None, stored(shard.parameter).detach().view(-1).clone())
@@ -122,10 +121,14 @@ def _load_dense_state(optimizer: ReplicaOptimizer, reader: StateReader) -> bool:
     state = dense_state(optimizer)  # creates the optimizer's state if there is none
     if not (reader.has_dense_state and reader.same_class):
         return False
-    moments = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
-    reader.fill(moments)
-    load_dense_state(optimizer, state | moments)
+    reader.fill(state)
+    load_dense_state(optimizer, state)
     return True
+
+
+def _beta1(optimizer: Optimizer, shard: Shard) -> float:
+    """Return the decay of a parameter's first moment; 0 without one."""
+    return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])
 
 
 class _Receiver:
@@ -151,6 +154,7 @@ class _Receiver:
         as_saved: bool,
     ) -> None:
         self.method, self.reader, self.summary, self.further = optimizer.methods[row], reader, summary, further
+        self.inner = optimizer.inner
         self.same_layout, self.as_saved, self.per_replica = same_layout, as_saved, bool(optimizer.weights)
         shards, inner = optimizer.shards(), optimizer.inner
         each = stores(optimizer) or [ReplicaWeights(shards, inner, *state_by_kind(inner, shards))]
@@ -163,10 +167,7 @@ class _Receiver:
             self.method.allocate(kind, shard.name)
         states = [state for state in (*self.method.states(), *self.further) if state.by_parameter]
         self.summary.second_moments_continue &= self.as_saved or imported.exp_avg_sq is not None
-        if imported.weights is None:
-            self._put_shared_displacements(shard.name, imported, row, states)
-        elif self.store is not None:
-            self._put_weights(shard.name, imported, row, states)
+        self._put_weights(shard.name, imported, row, states)
         keeps_pending = self._put_pending(shard.name, imported, row, states)
         flushes = imported.pending is not None and not keeps_pending
         if self.store is not None and (flushes or not self.as_saved):
@@ -199,36 +200,30 @@ class _Receiver:
                 self.summary.restarts |= not keys
         reader.fill(targets)
 
-    def _put_weights(self, name: str, imported: ImportedState, row: int, states: list[State]) -> None:
-        """Load weights of replicas that differed, or their mean."""
-        weight = stored(self.weights[name])
-        assert imported.weights is not None
-        if not self.per_replica:
-            mean = imported.mean_weights()
-            assert mean is not None
-            weight.copy_(mean.view(weight.shape))
-            return
-        start = imported.weights.of_replica(row)
-        displacements = {
-            s.kind: s.tensors[name] for s in states if s.on_migration == "displacement" and name in s.tensors
-        }
-        for kind, values in imported.displacements.items():
-            if kind in displacements:
-                displacements[kind].copy_(values.of_replica(row).view(displacements[kind].shape))
-            else:
-                start = start - values.of_replica(row)
-        weight.copy_(start.view(weight.shape))
+    def _values(self, saved: SavedValues, row: int) -> Tensor:
+        """Return a replica's values (n,), or their mean if this run's replicas do not differ. Collective."""
+        return saved.of_replica(row) if self.per_replica else saved.mean
 
-    def _put_shared_displacements(self, name: str, imported: ImportedState, row: int, states: list[State]) -> None:
-        """Load changes that all replicas have in common: into the state of their kind, else into the weights."""
-        for kind, values in imported.displacements.items():
+    def _put_weights(self, name: str, imported: ImportedState, row: int, states: list[State]) -> None:
+        """Load weights of replicas that differed, and pending changes of weights: into the state of their kind, else
+        into the weights.
+        """
+        weight = None
+        if self.store is not None and (row == 0 or self.per_replica):  # else another replica has loaded it
+            weight = stored(self.weights[name])
+        start = None if imported.weights is None else self._values(imported.weights, row)
+        for kind, saved in imported.displacements.items():
+            displacement = self._values(saved, row)
             kept = [s for s in states if s.kind == kind and s.on_migration == "displacement"]
             if kept and (kept[0].starts is not None or name in kept[0].tensors):
                 if name in kept[0].tensors:  # else another replica keeps it
-                    kept[0].load_entries(name, values.of_replica(row))
-            elif self.store is not None and (row == 0 or self.per_replica):
-                weight = stored(self.weights[name])
-                weight.sub_(values.of_replica(row).view(weight.shape))
+                    kept[0].load_entries(name, displacement)
+            elif start is not None:
+                start = start - displacement
+            elif weight is not None:
+                weight.sub_(displacement.view(weight.shape))
+        if start is not None and weight is not None:
+            weight.copy_(start.view(weight.shape))
 
     def _put_pending(self, name: str, imported: ImportedState, row: int, states: list[State]) -> bool:
         """Load pending gradients; return whether this method keeps any of this parameter."""
@@ -254,22 +249,16 @@ class _Receiver:
         store = self.store
         assert store is not None
 
-        def values(saved: SavedValues | None) -> Tensor | None:
-            return None if saved is None else saved.of_replica(row) if self.per_replica else saved.mean
-
-        moment, second = values(imported.exp_avg), values(imported.exp_avg_sq)
+        moment = None if imported.exp_avg is None else self._values(imported.exp_avg, row)
+        second = None if imported.exp_avg_sq is None else self._values(imported.exp_avg_sq, row)
         if flush:
             assert imported.pending is not None
-            beta1 = float(store.optimizer.param_groups[shard.group].get("betas", (0.0,))[0])  # 0 without a moment
-            added = for_moment(imported.pending.mean, beta1)
+            added = for_moment(imported.pending.mean, _beta1(self.inner, shard))
             moment = added if moment is None else moment + added
-            self.summary.lost |= beta1 == 0.0
         for kind, further in imported.copies.items() if self.reader.same_class else ():
             self.summary.further_continue |= kind in store.moments  # of another replica, perhaps
             if (target := store.moments.get(kind, {}).get(shard.name)) is not None:
-                copied = values(further)
-                assert copied is not None
-                target.copy_(store.within(shard.name, copied))
+                target.copy_(store.within(shard.name, self._values(further, row)))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:
@@ -315,15 +304,9 @@ def _load_layout_states(optimizer: ReplicaOptimizer, reader: StateReader, same_l
     if not same_layout:
         return any(state.on_migration == "rebuild" for state in each[0])
     for states, store in zip(each, stores(optimizer) if not optimizer.weights else (), strict=False):
-        states += [state for state in store.states() if not state.by_parameter]
-    each = [[state for state in states if not state.by_parameter] for states in each]
-    loaded = rows_of(each)
-    missing = not reader.fill_of_this_shard(loaded)
-    for states in each:
-        for state, source in zip(states, loaded, strict=True):
-            for name, values in state.tensors.items():
-                values.copy_(source.tensors[name])
-    return missing
+        states += store.states()
+    loaded = [reader.fill_of_this_shard(states) for states in each]
+    return not all(loaded)
 
 
 class _Summary:

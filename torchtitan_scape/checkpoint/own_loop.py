@@ -24,7 +24,6 @@ from torchtitan_scape.checkpoint.state import (
     RESIDUALS,
     ModelCheckpoint,
     OptimizerCheckpoint,
-    load_counters,
     restore_groups,
 )
 from torchtitan_scape.core.parameters import plain_name
@@ -67,8 +66,8 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     """Load model and optimizer of a checkpoint with the entries of `checkpoint_states`. Collective.
 
     The values of param groups (learning rates, betas and others) become those of the checkpoint, as with
-    `Optimizer.load_state_dict`; of another optimizer class the numbers that both have, but `weight_decay` only if both
-    decouple it, or neither does. Set other values after the load.
+    `Optimizer.load_state_dict`; of another optimizer class the numbers that both have, except `weight_decay`. Set other
+    values after the load.
 
     Returns:
         A line about the loaded state, the values of param groups and the differences, for the log.
@@ -92,7 +91,6 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     reader = StateReader(path, saved, optimizer, layout, prefix=f"{MODEL}.")
     groups = restore_groups(optimizer.inner, optimizer.shards(), reader.group_values(), saved["optimizer"])
     text = migrate(optimizer, reader, same_layout)
-    load_counters(optimizer, saved["counters"])
     optimizer.count_bytes_from_here()
     forget_metadata()
     different.pop("betas", None)  # of the run before the load: they are values of param groups

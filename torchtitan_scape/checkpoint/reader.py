@@ -14,10 +14,9 @@ from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.matrix_choice import other_choice
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS, SECOND
+from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
-from torchtitan_scape.replica.simulation import mean_of_rows
 
 _AT_A_TIME = 1 << 29  # bytes that a rank reads at a time
 
@@ -58,7 +57,8 @@ class StateReader:
         self.has_dense_state: bool = saved["dense_state"]
         self._kinds = [kind for kind, described in saved["states"].items() if described["by_parameter"]]
         self._moments = self._moments_to_read()
-        raise_on_all_ranks(self._collectives, self._other_choice())
+        if isinstance(optimizer.inner, Muon) and self.same_class:
+            raise_on_all_ranks(self._collectives, self._other_choice(optimizer.inner))
 
     # -------------------------------------------------------------------------------------- by parameter
 
@@ -68,7 +68,6 @@ class StateReader:
         Tensors are flat (n,), or (rows, n) for the replicas whose rows this rank reads if the kind is saved per
         replica. "exp_avg" is a dense optimizer's first moment, "exp_avg_sq" its second, if this run needs it.
         """
-        self._check_parameters()
         batches = list(self._batches())
         # Pipeline stages have different numbers of batches, and reading is collective.
         most = max(self._collectives.gather_objects(len(batches)))
@@ -123,29 +122,15 @@ class StateReader:
         further = each[0].moments if self.same_class and each else ()
         return (*kinds, *(kind for kind in further if kind not in kinds))
 
-    def _other_choice(self) -> str:
-        """Return an error if Muon, in both runs, updated other parameters in the run that saved; else ""."""
-        inner = self._optimizer.inner
-        if not isinstance(inner, Muon) or not self.same_class:
-            return ""
+    def _other_choice(self, muon: Muon) -> str:
+        """Return an error if Muon updated other parameters in the run that saved; else ""."""
 
         def has_moment(shard: Shard, kind: str) -> bool:
             return self.has(f"state.{shard.name}.{kind}") or self.has(f"{kind}.{shard.name}")
 
         saved = [(shard, has_moment(shard, SECOND)) for shard in self._shards if has_moment(shard, FIRST)]
-        error = other_choice(inner.updates, saved)
+        error = other_choice(muon.updates, saved)
         return f"{self.path} {error}" if error else ""
-
-    def _check_parameters(self) -> None:
-        """Raise ValueError on every rank if a parameter has no saved state. Collective."""
-        entry, error = OPTIMIZERS.get(self.saved["optimizer"]), ""
-        for shard in self._shards if entry is not None else ():
-            keys = [f"{kind}.{shard.name}" for kind in self._kinds]
-            keys += [f"state.{shard.name}.{moment}" for moment in self._moments]
-            assert entry is not None
-            if not error and entry.moments(self._optimizer.inner, shard) and not any(map(self.has, keys)):
-                error = f"{self.path} has no state of the parameter {shard.name!r}: it is of another model"
-        raise_on_all_ranks(self._collectives, error)
 
     # ------------------------------------------------------------------------------------------ by name
 
@@ -192,13 +177,7 @@ class StateReader:
 
     def group_values(self) -> dict[str, Any]:
         """Return the saved values of param groups, by their names in the optimizer's part of the checkpoint."""
-        values: dict[str, Any] = {}
-        for name, entry in self._entries.items():
-            if name.startswith(PREFIX):
-                is_tensor = isinstance(entry, TensorStorageMetadata)
-                values[name] = (
-                    torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
-                )
+        values: dict[str, Any] = dict.fromkeys(name for name in self._entries if name.startswith(PREFIX))
         if values:
             load_into(self.path, {"optimizer": values})
         return values
@@ -229,15 +208,6 @@ class StateReader:
         if self.simulated == 1:
             self._collectives.sum_over_replicas(total)
         return total.div_(self.replicas)
-
-    def mean_of_this_run(self, own: Tensor) -> Tensor:
-        """Return the mean (n,) over this run's replicas, from the rows (r, n) of those in this process."""
-        return mean_of_rows(own, self._collectives)
-
-    def broadcast_if_replica_counts_differ(self, values: Tensor) -> None:
-        """Broadcast `values` from the first replica if replica counts differ, as some ranks may have read no rows."""
-        if not self.same_count and self.simulated == 1:
-            self._collectives.broadcast_from_first([values])
 
     def all_agree(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks. Collective."""

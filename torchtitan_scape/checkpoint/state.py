@@ -1,4 +1,4 @@
-"""The entries of a checkpoint: model, optimizer, method, random state and param groups, their description and sizes.
+"""The entries of a checkpoint: model, optimizer, method, random state and param groups, and their description.
 
 Tensors have the parameters' names and global shapes, so that every shard degree can read them. State that differs
 between replicas has a leading dimension with one row per replica: as a plain tensor, DCP would take the replicas'
@@ -6,35 +6,24 @@ values for copies of one tensor and keep a single one. The record of a checkpoin
 `methods.interface.State`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, own_storage, slices_of
 from torchtitan_scape.core.parameters import Shard, local, plain_name
 from torchtitan_scape.core.plausibility import LARGEST, check_plausible, is_plausible
-from torchtitan_scape.core.text import size_text
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.algorithms import has_decoupled_decay
 from torchtitan_scape.optimizers.initial_state import create_state
-from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
+from torchtitan_scape.optimizers.registry import FIRST
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import mean_of_rows, rows_of
-from torchtitan_scape.topology.groups import gather_lists
 
 RESIDUALS = ("exact", "mean", "drop")  # values of `[checkpoint] residual`
 RANDOM = "random"  # name of the random state in a checkpoint
@@ -42,7 +31,6 @@ WEIGHTS = "weights"  # first part of the names of weights that are stored beside
 PREFIX = "param_groups."
 # Keys of param groups that select an implementation, or determine which state the optimizer has: a run keeps its own.
 _OF_THIS_RUN = {"fused", "foreach", "capturable", "differentiable", "amsgrad"}
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 # ---------------------------------------------------------------------------------------- what DCP saves and loads
@@ -108,8 +96,7 @@ class OptimizerCheckpoint(Stateful):
         dense, saved = dense_state(optimizer), states(optimizer, self._residual)
         check_states(optimizer, saved, dense)
         entries = layout.of_optimizer(dense, slices_of(optimizer.shards()))
-        if not has_dense_state(optimizer):  # else they are part of it
-            entries |= group_values(optimizer.param_groups, optimizer.shards())
+        entries |= group_values(optimizer.param_groups, optimizer.shards())
         for name, (parameter, bits) in saved_weights(optimizer).items():
             entries[f"{WEIGHTS}.{name}"] = layout.whole(parameter, own_storage(bits))
         for state in saved:
@@ -172,7 +159,7 @@ def stores(optimizer: ReplicaOptimizer) -> list[Any]:
 
 
 def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
-    """Return the wrapped optimizer's state by parameter name ("state.NAME.exp_avg"); empty if `states` contains it.
+    """Return the wrapped optimizer's state by name ("state.PARAMETER.exp_avg"); empty if `states` contains it.
 
     This makes an optimizer create its state if it has not taken a step yet.
 
@@ -181,33 +168,17 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """
     if not has_dense_state(optimizer):
         return {}
-    assert optimizer.model is not None
     if not optimizer.inner.state:
-        create_state(optimizer.inner)  # PyTorch would create it, too, but as that after one step
-    for module in optimizer.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # Names of gathered weights, as after a validation, are not found.
-    with _without_empty_groups(optimizer.inner):
-        return get_optimizer_state_dict(optimizer.model, optimizer.inner, options=_FLAT)
+        create_state(optimizer.inner)
+    of_parameter = {shard.name: optimizer.inner.state.get(shard.parameter, {}) for shard in optimizer.shards()}
+    return {f"state.{name}.{key}": value for name, state in of_parameter.items() for key, value in state.items()}
 
 
 def load_dense_state(optimizer: ReplicaOptimizer, state: dict[str, Any]) -> None:
-    """Load the result of `dense_state`."""
-    assert optimizer.model is not None
-    with _without_empty_groups(optimizer.inner):
-        set_optimizer_state_dict(optimizer.model, optimizer.inner, optim_state_dict=state, options=_FLAT)
-
-
-@contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Remove param groups without parameters for a while: PyTorch takes the name of each group's first parameter."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:  # a load has replaced the others
-        others = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(others) if group["params"] else group for group in groups]
+    """Load the values of `dense_state` that are not tensors. Tensors are read in place."""
+    for shard in optimizer.shards():
+        for key in optimizer.inner.state.get(shard.parameter, {}):
+            optimizer.inner.state[shard.parameter][key] = state[f"state.{shard.name}.{key}"]
 
 
 def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
@@ -295,74 +266,9 @@ def record(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     return values
 
 
-def load_counters(optimizer: ReplicaOptimizer, saved: dict[str, int]) -> None:
-    """Load the "counters" of `record`."""
-    optimizer.guard.skipped, optimizer.guard.skipped_in_a_row = saved["skipped"], saved["skipped_in_a_row"]
-
-
 def saved_weights(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """Return, by name, (a parameter of the model, its bits), for weights that no other state determines exactly."""
     return optimizer.levels.bits() if optimizer.levels else {}
-
-
-# -------------------------------------------------------------------------------------------------------- sizes
-
-
-def sizes(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    """Return the bytes of the optimizer's and the method's state in a checkpoint, of all ranks, by kind. Collective.
-
-    Results of exchanges that are in flight, which some methods save as well, are not included.
-    """
-    stages, _ = optimizer.collectives.gather_from_stages(_sizes_of_stage(optimizer, residual))
-    own = _sizes_of_shard(optimizer, residual)
-    shards = [own] if optimizer.collectives.is_fake else gather_lists(optimizer.collectives.groups.model, [own])
-    parts = [*stages, *shards]
-    return {kind: sum(part.get(kind, 0) for part in parts) for each in parts for kind in each}
-
-
-def _sizes_of_shard(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    """Return the bytes of the state that belongs to this shard alone, by kind."""
-    kept = [state for state in _kept(optimizer.methods[0].declared_states(), residual) if not state.by_parameter]
-    by_kind = {state.kind: sum(values.nbytes for values in state.tensors.values()) for state in kept}
-    for state in usual_norms(optimizer):
-        by_kind[state.kind] = optimizer.collectives.replicas * next(iter(state.tensors.values())).nbytes
-    return by_kind
-
-
-def _sizes_of_stage(optimizer: ReplicaOptimizer, residual: str) -> dict[str, int]:
-    by_kind = dict(optimizer.methods[0].checkpoint_sizes(residual))
-    entries = {shard.name: shard.entries for shard in optimizer.shards()}
-    if optimizer.weights:
-        rows = optimizer.collectives.replicas if residual == "exact" else 1
-        for state in _kept(optimizer.weights[0].states(), residual):
-            by_kind[state.kind] = rows * sum(entries[n] * t.element_size() for n, t in state.tensors.items())
-    elif not optimizer.options.holds_optimizer_state:
-        moments = OPTIMIZERS[type(optimizer.inner).__name__].moments
-        for shard in optimizer.shards():
-            for moment in moments(optimizer.inner, shard):
-                kind = "moments" if has_dense_state(optimizer) else moment
-                by_kind[kind] = by_kind.get(kind, 0) + 4 * entries[shard.name]
-    return {kind: size for kind, size in by_kind.items() if size} | optimizer.sharding.unsent.sizes(residual)
-
-
-def sizes_line(optimizer: ReplicaOptimizer, residual: str) -> str | None:
-    """Return the size of a checkpoint, and its size with other values of `residual`, as one line for the log.
-
-    Kinds of state below a thousandth of the parameters are not named. None if the value changes nothing. Collective.
-    """
-    stages, _ = optimizer.collectives.gather_from_stages(sum(shard.entries for shard in optimizer.shards()))
-    model = 4 * sum(stages)
-    by_choice = {choice: {"parameters": model} | sizes(optimizer, choice) for choice in RESIDUALS}
-    totals = {choice: sum(kinds.values()) for choice, kinds in by_choice.items()}
-    if len(set(totals.values())) == 1:
-        return None
-    large = {kind: size for kind, size in by_choice[residual].items() if 1000 * size > model}
-    return (
-        f'A checkpoint takes {size_text(totals[residual])} with residual = "{residual}" '
-        f"({', '.join(f'{name} {size_text(size)}' for name, size in large.items())}); it would take "
-        + ", ".join(f'{size_text(totals[choice])} with "{choice}"' for choice in RESIDUALS if choice != residual)
-        + f", and dense AdamW's {size_text(3 * model)}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------- param groups
@@ -385,8 +291,9 @@ def group_values(param_groups: Sequence[dict[str, Any]], shards: Sequence[Shard]
 def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], saved: dict[str, Any], by: str) -> str:
     """Load saved values into the param groups of an optimizer.
 
-    A group receives the values of the saved groups that contain its parameters, or of all if none does. An optimizer of
-    another class receives the numbers that both have, and `weight_decay` only if both decouple it, or neither does.
+    A group receives the values of the saved groups whose first parameter it contains, or of all if there is none. An
+    optimizer of another class receives the numbers that both have, except `weight_decay`, which it may apply in another
+    way.
 
     Args:
         saved: values by their name in the checkpoint.
@@ -405,11 +312,9 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
         sources = [_plain_values(by_parameter[name]) for name in names if name in by_parameter]
         sources = sources or [_plain_values(source) for source in by_parameter.values()]
         present = _plain_values(group)
-        decays = {has_decoupled_decay(by, source) for source in sources} | {has_decoupled_decay(this_class, present)}
-        same_decay = len(decays) == 1 and None not in decays
         for key in sorted(present.keys() | {key for source in sources for key in source}):
             values = [source[key] for source in sources if key in source]
-            if reason := _reason_to_keep(key, values, present, by == this_class, same_decay):
+            if reason := _reason_to_keep(key, values, present, by == this_class):
                 kept[key] = reason
             elif values and values[0] != present.get(key, ...):
                 _assign(group, key, values[0])
@@ -420,9 +325,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
     return f"param groups as they were saved (lr {rates})" + (f", except {reasons}" if reasons else "")
 
 
-def _reason_to_keep(
-    key: str, values: Sequence[Any], present: dict[str, Any], same_class: bool, same_decay: bool
-) -> str:
+def _reason_to_keep(key: str, values: Sequence[Any], present: dict[str, Any], same_class: bool) -> str:
     """Return why a group keeps its own value of `key`, or has none; "" if it receives the saved one."""
     if not values:
         return "not in the checkpoint"
@@ -432,8 +335,8 @@ def _reason_to_keep(
         return ""
     if key in _OF_THIS_RUN:
         return f"{values[0]} in the checkpoint"
-    if key == "weight_decay" and not same_class and not same_decay:
-        return f"{values[0]} in the checkpoint, of an optimizer that may apply it in another way"
+    if key == "weight_decay" and not same_class:
+        return f"{values[0]} in the checkpoint, of another optimizer"
     # `initial_lr` belongs to schedulers, and those that are built after the load read it.
     if same_class or key == "initial_lr" or (key in present and _is_number(present[key]) and _is_number(values[0])):
         return ""

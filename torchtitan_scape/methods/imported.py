@@ -1,6 +1,7 @@
 """The saved state of one parameter, in a form that does not depend on the method that saved it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,11 +18,8 @@ class CheckpointReader(Protocol):
 
     saved: dict[str, Any]
     same_count: bool
-    simulated: int
 
     def mean(self, own: Tensor) -> Tensor: ...
-    def mean_of_this_run(self, own: Tensor) -> Tensor: ...
-    def broadcast_if_replica_counts_differ(self, values: Tensor) -> None: ...
     def fill_of_this_shard(self, states: Sequence[State]) -> bool: ...
     def model(self, shard: Shard) -> Tensor: ...
     def applied_steps(self) -> float: ...
@@ -67,6 +65,7 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first + second
 
 
+@dataclass
 class ImportedState:
     """The saved state of one parameter on this rank's shard, on the device. None: nothing of the kind was saved.
 
@@ -81,15 +80,13 @@ class ImportedState:
         copies: By kind, further state that a run with the same kind continues with.
     """
 
+    kinds: dict[str, Tensor]
     exp_avg: SavedValues | None = None
     exp_avg_sq: SavedValues | None = None
     pending: SavedValues | None = None
     weights: SavedValues | None = None
-
-    def __init__(self, kinds: dict[str, Tensor]) -> None:
-        self.kinds = kinds
-        self.displacements: dict[str, SavedValues] = {}
-        self.copies: dict[str, SavedValues] = {}
+    displacements: dict[str, SavedValues] = field(default_factory=dict)
+    copies: dict[str, SavedValues] = field(default_factory=dict)
 
     def mean_weights(self) -> Tensor | None:
         """FP32 (n,): the mean weights, with all pending displacements applied. Collective."""
@@ -99,11 +96,6 @@ class ImportedState:
         for values in self.displacements.values():
             start = start - values.mean
         return start
-
-
-def no_decoders(reader: CheckpointReader, shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return nothing: pending gradients are in the model's own coordinates."""
-    return {}
 
 
 def import_state(

@@ -246,19 +246,6 @@ class Method(ABC):
         """
         return self.states()
 
-    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
-        """Return the bytes of the state by parameter in a checkpoint, by kind, of all shards. No communication."""
-        entries = {shard.name: shard.entries for shard in self.context.shards}
-        sizes: dict[str, int] = {}
-        for state in self.declared_states():
-            if not state.by_parameter or state.is_in_model(residual) or (residual == "drop" and state.is_pending):
-                continue
-            rows = self.collectives.replicas if state.per_replica and residual == "exact" else 1
-            names = state.tensors if state.starts is None else entries  # every replica has its parts
-            width = max((t.element_size() for t in state.tensors.values()), default=0)
-            sizes[state.kind] = rows * sum(entries[name] * width for name in names)
-        return sizes
-
     def prepare_to_load(self) -> None:
         """Drop exchanges in flight, requests, and state that starts from zero: a checkpoint may lack them. Collective.
 
@@ -295,13 +282,12 @@ class Method(ABC):
         """Return the state that is not a tensor, as plain values for a checkpoint's record."""
         return {}
 
-    def begin_import(self, reader: Any, same_layout: bool, step: int) -> Any:
+    def begin_import(self, reader: Any, same_layout: bool) -> Any:
         """Begin to load a checkpoint; only if the options say `holds_optimizer_state`, see `checkpoint.migration`.
 
         Args:
             reader: A `methods.imported.CheckpointReader`.
             same_layout: Method and layout are those of the run that saved.
-            step: Of the checkpoint.
 
         Returns:
             An object with `parameter(shard, imported, row)` and `finish()`, like `methods.scape.state.ScapeImport`.

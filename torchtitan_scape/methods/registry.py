@@ -39,7 +39,7 @@ class MethodEntry:
         supports_flat_slices: It supports parameters that are flat slices of others ([sharding.levels]).
         supports_pipeline: It supports pipeline stages, where the ranks of a replica have different parameters.
         import_function: A function that reads the method's checkpoints for any other method.
-        decoders_function: A function that reads the coordinates of its pending gradients for another layout.
+        decoders_function: A function that reads the coordinates of its "pending" states for another layout; "" if none.
     """
 
     options: type[MethodOptions]
@@ -49,7 +49,7 @@ class MethodEntry:
     supports_flat_slices: bool = False
     supports_pipeline: bool = False
     import_function: str = "imported.import_state"
-    decoders_function: str = "imported.no_decoders"
+    decoders_function: str = ""
 
     @property
     def method(self) -> "type[Method]":

@@ -10,10 +10,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 _METHODS = ("step", "_init_group")  # the second one creates PyTorch's state
-# Classes by their weight decay, for param groups without the key `decoupled_weight_decay`: those of this project and of
-# PyTorch, whose versions before 2.7 do not have that key.
-_DECOUPLED = {"AdamS", "AdamW", "Adafactor", "Muon", "SignSGD"}
-_L2 = {"ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
 
 
 def has_step_of(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
@@ -33,14 +29,3 @@ def difference_from_adamw(optimizer: Optimizer) -> str:
     if any(group.get("weight_decay") and not group.get("decoupled_weight_decay", True) for group in groups):
         settings.append("L2 weight decay")
     return " and ".join(settings)
-
-
-def has_decoupled_decay(class_name: str, group: dict[str, Any]) -> bool | None:
-    """Return whether weight decay is decoupled (True) or part of the gradient, L2 (False); None if it is unknown.
-
-    Args:
-        group: values of a param group, which may be those of a checkpoint.
-    """
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return True if class_name in _DECOUPLED else False if class_name in _L2 else None

@@ -58,7 +58,9 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
     if options.divides_update:  # every replica has its part
         sizes |= {"moments": replicas * sizes["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
     if residual != "drop":
-        sizes |= {kind: rows * kinds.get(kind, 0.0) for kind in _PENDING}
+        # Residuals of a divided update are in BF16, and their mean in FP32.
+        width = 2 if options.divides_update and residual == "mean" else 1
+        sizes |= {kind: width * rows * kinds.get(kind, 0.0) for kind in _PENDING}
     sizes |= {kind: kinds.get(kind, 0.0) for kind in ("outer momentum", "bases")}
     return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
 

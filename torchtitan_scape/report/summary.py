@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan_scape.checkpoint.state import sizes
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving
+from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving, checkpoint_bytes
 from torchtitan_scape.planner.configured import shard_axis_of
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
@@ -159,9 +159,11 @@ def report_dry_run(trainer: SummaryView, saving: Saving | None) -> None:
 
 
 def _checkpoint_cost(trainer: SummaryView, saving: Saving) -> CheckpointCost:
-    """Return the cost of a checkpoint of the states that the dry run built."""
-    layout, model = trainer.layout, 4.0 * workload_of(trainer.job_config).parameters
-    kinds = {"parameters": model} | sizes(trainer.replica_optimizer, saving.residual)
+    """Return the predicted cost of a checkpoint."""
+    layout, optimizer, config = trainer.layout, trainer.replica_optimizer, trainer.job_config
+    run, model = PlannedRun(optimizer.options, config.optimizer.name), workload_of(config).whole()
+    kinds = checkpoint_bytes(run, model, optimizer.collectives.replicas, saving.residual)
+    kinds |= optimizer.sharding.unsent.sizes(saving.residual)
     return CheckpointCost(kinds, layout.world_size, layout.machine, Links.from_machine(layout.machine), saving)
 
 

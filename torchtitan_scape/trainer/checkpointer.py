@@ -31,8 +31,6 @@ from torchtitan_scape.checkpoint.state import (
     ModelCheckpoint,
     OptimizerCheckpoint,
     RandomState,
-    load_counters,
-    sizes_line,
 )
 from torchtitan_scape.checkpoint.storage import call_on_rank_0
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
@@ -92,8 +90,6 @@ class ReplicaCheckpointer(CheckpointManager):
             self._nodes, self._publisher = NodeFolders(copies), ThreadPoolExecutor(1, "publisher")
         self.states[OPTIMIZER] = OptimizerCheckpoint(self._optimizers, layout, record.values["residual"])
         self.states[MODEL] = ModelCheckpoint(self.states[MODEL], self._optimizers, layout)
-        if line := sizes_line(self._optimizers, record.values["residual"]):
-            logger.info(line)
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -427,7 +423,6 @@ class ReplicaCheckpointer(CheckpointManager):
                 self._optimizers.levels.masters_loaded()  # the migration may have loaded weights into the masters
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
-        load_counters(self._optimizers, saved["counters"])
         self.record.sent = saved.get("bytes_sent")
         forget_metadata()
         self._set_learning_rates("lr" in different)

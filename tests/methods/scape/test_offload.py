@@ -59,8 +59,8 @@ def run(
 
 
 def kept(optimizer: Scape) -> dict[str, Tensor]:
-    saved = optimizer.state_dict()["replica"]["methods"][0]
-    return {k: v.clone() for k, v in (saved["tensors"] | saved["extras"]).items()}
+    optimizer.finish_previous_step()
+    return {f"{s.kind}.{name}": values.clone() for s in optimizer.method.states() for name, values in s.tensors.items()}
 
 
 OPTIONS: list[dict[str, Any]] = [

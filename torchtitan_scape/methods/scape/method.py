@@ -320,22 +320,26 @@ class ScapeMethod(Method):
     def checkpoint_states(self, residual: str) -> list[State]:
         return self.state.states(residual)
 
-    def checkpoint_sizes(self, residual: str) -> dict[str, int]:
-        return self.state.sizes(residual)
-
     def record(self) -> dict[str, Any]:
         return {"scape": self.state.record(), "applied_steps": self.applied_steps.item()}
 
-    def begin_import(self, reader: Any, same_layout: bool, step: int) -> ScapeImport:
-        return ScapeImport(self.state, reader, same_layout, step)
+    def begin_import(self, reader: Any, same_layout: bool) -> ScapeImport:
+        return ScapeImport(self.state, reader, same_layout)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        return self.state.whole()
+        return super().state_dict() | {"record": self.state.record()}
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state.put_whole(saved)
+        state = self.state
+        self.passes.finish()
+        state.put_record(saved["record"])
+        for i, name in enumerate(state.names):
+            state.put_saved(i, {kind: tensors[name] for kind, tensors in saved.items() if name in tensors})
+        for layout_state in state.layout_states():
+            layout_state.tensors["all"].copy_(saved[layout_state.kind]["all"])
+        state.apply_layout_states()
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
         return replicated_tensors(self.state)

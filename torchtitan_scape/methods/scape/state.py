@@ -18,7 +18,7 @@ the next step is dense and sends all that is pending. Notation: `held` is P by e
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +47,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "mask": {"per_replica": False, "on_migration": "rebuild"},
     "master": {"per_replica": False, "on_migration": "copy"},
     "weight": {"per_replica": False, "on_migration": "copy"},
-    "visits": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
-    "scales": {"per_replica": False, "on_migration": "rebuild", "by_parameter": False},
 }
+_LAYOUT_KIND: dict[str, Any] = {"per_replica": False, "on_migration": "rebuild", "by_parameter": False}
 
 
 class StateByParameter:
@@ -104,7 +103,9 @@ class StateByParameter:
                     tensors["residual", name] = own.view(shape).cpu()
                 elif residual == "mean":
                     self.scape.collectives.sum_over_replicas(own)
-                    moment = self.with_residual(i, moment, own.div_(self.scape.collectives.replicas), held)
+                    own.div_(self.scape.collectives.replicas)
+                    decayed = before_decay(own, self.beta1(i))
+                    moment = moment + (decayed if held is None else torch.where(held, decayed, own))
                 elif residual == "drop" and held is not None:
                     moment = torch.where(held, moment, 0.0)
                 tensors["moment", name] = moment.view(shape).cpu()
@@ -126,40 +127,22 @@ class StateByParameter:
         return torch.where(held, moment, 0.0), own + torch.where(held, 0.0, moment)
 
     def states(self, residual: str) -> list[State]:
-        """`tensors` and `extras` as what a method declares. A collective call."""
+        """`tensors` and `layout_states` as what a method declares. A collective call."""
         kinds: dict[str, dict[str, Tensor]] = {}
         for (kind, name), values in self.tensors(residual).items():
             kinds.setdefault(kind, {})[name] = values
         return [State(kind, values, **_KINDS[kind]) for kind, values in kinds.items()] + self.layout_states()
 
     def layout_states(self) -> list[State]:
-        """Return the tensors that only the same layout can use. No communication."""
-        return [State(kind, {"all": values}, **_KINDS[kind]) for kind, values in self.extras().items()]
+        """Return the tensors that only the same layout can use: visit rates, FP32, and weight scales, float64."""
+        tensors = {} if self.passes.visits is None else {"visits": self.passes.visits.rates}
+        if self.owner is not None and self.owner.scaled:
+            tensors["scales"] = self.owner.scales
+        return [State(kind, {"all": values}, **_LAYOUT_KIND) for kind, values in tensors.items()]
 
     def declared(self) -> list[State]:
         """Return all kinds of state that a checkpoint may contain, those by parameter without tensors."""
-        of_shard = {kind: {"all": values} for kind, values in self.extras().items()}
-        return [State(kind, of_shard.get(kind, {}), **what) for kind, what in _KINDS.items()]
-
-    def sizes(self, residual: str) -> dict[str, int]:
-        """Return the bytes of `tensors` in a checkpoint by kind, over all ranks."""
-        counts = [shard.entries for shard in self.scape.ordered]
-        every, sparse = sum(counts), sum(counts[: self.sparsified])
-        rows = self.scape.collectives.replicas if residual == "exact" else 0
-        in_one = residual == "exact" and self.one_buffer
-        sizes = {
-            "moment": 4 * (every - sparse if in_one else every),
-            "residual": 4 * rows * (every if self.rounds else sparse),
-            "mask": sparse,
-            "master": 4 * every if self.scaled else 0,
-            "weight": 2 * every if self.scaled else 0,
-        }
-        return {kind: size for kind, size in sizes.items() if size}
-
-    def extras(self) -> dict[str, Tensor]:
-        """Return the tensors that only the same layout can use: visit rates, FP32, and weight scales, float64."""
-        extras = {} if self.passes.visits is None else {"visits": self.passes.visits.rates}
-        return extras | {"scales": self.owner.scales} if self.owner is not None and self.owner.scaled else extras
+        return [State(kind, {}, **described) for kind, described in _KINDS.items()] + self.layout_states()
 
     def record(self) -> dict[str, Any]:
         """Return the state that is not a tensor, as plain values."""
@@ -168,18 +151,7 @@ class StateByParameter:
             "densities": [masks.in_use.density, masks.previous.density],
             "attempted_steps": scape.attempted_steps,
             "applied_steps": scape.applied_steps.item(),
-            "one_buffer": self.one_buffer,
-            "rounds": self.rounds,
         }
-
-    def with_residual(self, i: int, moment: Tensor, residual: Tensor, held: Tensor | None) -> Tensor:
-        """Return the first moment plus a residual that all replicas share, FP32 (n,).
-
-        On P the residual is divided by b1, because the next step multiplies the moment by b1: pending = b1 * moment +
-        residual does not change.
-        """
-        into = before_decay(residual, self.beta1(i))
-        return moment + (into if held is None else torch.where(held, into, residual))
 
     def beta1(self, i: int) -> float:
         return float(self.scape.param_groups[self.scape.ordered[i].group]["betas"][0])
@@ -191,10 +163,32 @@ class StateByParameter:
         """Whether weights are in BF16, with a scale and an FP32 master."""
         return self.owner is not None and self.owner.scaled
 
-    def learned_extras(self) -> None:
-        """Apply the loaded scales. Call it after loading the tensors of `extras`."""
+    def apply_layout_states(self) -> None:
+        """Apply the loaded scales. Call it after loading the tensors of `layout_states`."""
         if self.owner is not None and self.owner.scaled:
             self.owner.load_scales(self.owner.scales)
+
+    @torch.no_grad()
+    def put_saved(self, i: int, kinds: dict[str, Tensor]) -> None:
+        """Load a parameter's `tensors` by kind, of any shape, after `put_record`."""
+        mask, held = kinds.get("mask"), None
+        if mask is not None:
+            mask = mask.reshape(-1)
+            self.put_mask(i, mask % 2 > 0, self.masks.in_use)
+            self.put_mask(i, mask > 1, self.masks.previous)
+            held = None if self.masks.previous.dense else (mask > 1).to(self.passes.device)
+        own = kinds["residual"].reshape(-1).to(self.passes.device) if "residual" in kinds else None
+        if "moment" in kinds:
+            moment = kinds["moment"].reshape(-1)
+        else:  # one buffer, with the moment on P
+            assert own is not None
+            moment, own = on_mask(own, held), off_mask(own, held)
+        self.put(i, moment, own, held)
+        if "master" in kinds:
+            self.put_master(i, kinds["master"].reshape(-1))
+        if "weight" in kinds:
+            weight = stored(self.scape.ordered[i].parameter)
+            weight.copy_(kinds["weight"].view(weight.shape))
 
     @torch.no_grad()
     def put(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None) -> None:
@@ -211,7 +205,7 @@ class StateByParameter:
         if own is not None:
             own = own.to(device)
             self._put_code_residual(i, own, held)
-            own = torch.zeros_like(own) if held is None else own.masked_fill_(held, 0.0)
+            own = off_mask(own, held)
         kept = self.passes.kept()
         for number, start, end in self.slices[i]:
             part = torch.zeros_like(moment[start:end]) if own is None else own[start:end]
@@ -239,55 +233,13 @@ class StateByParameter:
         first = self.blocks.first_block[i] * self.blocks.block_size // 8
         mask.bits[first : first + size // 8] = reference.pack_bits(padded)
 
-    def put_record(self, saved: dict[str, Any], densities: list[float]) -> None:
-        """Load the counters of `record`, and the densities of A and P."""
+    def put_record(self, saved: dict[str, Any]) -> None:
+        """Load the result of `record`: counters, and the densities of A and P."""
+        densities = saved["densities"]
         self.masks.in_use.density, self.masks.previous.density = densities[0], densities[1]
         self.passes.code_residual.zero_()
         self.scape.attempted_steps = saved["attempted_steps"]
         self.scape.applied_steps.fill_(saved["applied_steps"])
-
-    # ------------------------------------------------------------------------------- the same layout again
-
-    def whole(self) -> dict[str, Any]:
-        """Return this replica's complete state without the parameters. Collective.
-
-        Call `finish_previous_step` first.
-        """
-        return {
-            "tensors": {f"{kind}.{name}": values for (kind, name), values in self.tensors().items()},
-            "extras": self.extras(),
-            "record": self.record(),
-        }
-
-    @torch.no_grad()
-    def put_whole(self, saved: dict[str, Any]) -> None:
-        """Load the result of `whole`."""
-        self.passes.finish()
-        self.put_record(saved["record"], saved["record"]["densities"])
-        for i, name in enumerate(self.names):
-            flat = {k: saved["tensors"].get(f"{k}.{name}") for k in ("moment", "residual", "mask", "master", "weight")}
-            held, own = None, flat["residual"]
-            if flat["mask"] is not None:
-                bits = flat["mask"].view(-1)
-                self.put_mask(i, bits % 2 > 0, self.masks.in_use)
-                self.put_mask(i, bits > 1, self.masks.previous)
-                held = None if self.masks.previous.dense else (bits > 1).to(self.passes.device)
-            if own is not None:
-                own = own.reshape(-1).to(self.passes.device)
-            moment = flat["moment"]
-            if moment is None:  # one buffer, with the moment on P
-                assert own is not None
-                moment = own if held is None else own.masked_fill(~held, 0.0)
-                own = torch.zeros_like(own) if held is None else own.masked_fill(held, 0.0)
-            self.put(i, moment.reshape(-1), own, held)
-            if flat["master"] is not None:
-                self.put_master(i, flat["master"].view(-1))
-            if flat["weight"] is not None:
-                weight = stored(self.scape.ordered[i].parameter)
-                weight.copy_(flat["weight"].view(weight.shape))
-        for kind, values in self.extras().items():
-            values.copy_(saved["extras"][kind])
-        self.learned_extras()
 
     # ---------------------------------------------------------------------------------------- internals
 
@@ -378,50 +330,25 @@ class StateByParameter:
 # ------------------------------------------------------------------------------------- loading a checkpoint
 
 
-class ImportedScapeState(ImportedState):
-    """A parameter's state as SCAPE saved it.
-
-    Attributes:
-        moment: FP32 (n,): the first moment on P; elsewhere the part of the residual that replicas share.
-        own: FP32 (rows, n): the replicas' residuals, in units of the first moment; None if they were not saved.
-        held: Bool (n,), or None for all ones.
-    """
-
-    def __init__(self, kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device) -> None:
-        super().__init__(kinds)
-        self.reader, saved, mask = reader, reader.saved["scape"], kinds.get("mask")
-        self.held = None if mask is None or saved["densities"][1] == 1.0 else (mask > 1).to(device)
-        own = kinds["residual"].to(device) if "residual" in kinds else None
-        if "moment" in kinds:
-            moment = kinds["moment"].to(device)
-        else:  # every row contains it
-            assert own is not None
-            row = own[0] if len(own) else torch.zeros(own.shape[1], dtype=torch.float32, device=device)
-            moment = row.clone() if self.held is None else row.masked_fill(~self.held, 0.0)
-        if own is not None and saved["one_buffer"]:
-            reader.broadcast_if_replica_counts_differ(moment)
-            own = off_mask(own, self.held)
-        self.moment, self.own = moment, own
-        if "master" in kinds:  # the saved model is in BF16
-            self.weights = SavedValues(reader, None, kinds["master"].to(device))
-
-    @cached_property
-    def exp_avg(self) -> SavedValues:  # type: ignore[override]
-        return SavedValues(self.reader, None, on_mask(self.moment, self.held))
-
-    @cached_property
-    def pending(self) -> SavedValues:  # type: ignore[override]
-        """The residual in mean units of gradients: SCAPE stores (1 - beta1) times that."""
-        units = 1.0 - float(self.reader.saved["betas"][0])
-        own = None if self.own is None else self.own / units
-        return SavedValues(self.reader, own, off_mask(self.moment, self.held) / units)
-
-
 def import_scape_state(
     kinds: dict[str, Tensor], reader: CheckpointReader, device: torch.device, decode: Any = None
 ) -> ImportedState:
-    """Interpret what SCAPE saved. Collective. See `methods.imported.import_state`."""
-    return ImportedScapeState(kinds, reader, device)
+    """Interpret what SCAPE saved. See `methods.imported.import_state`."""
+    imported, mask = ImportedState(kinds), kinds.get("mask")
+    held = None if mask is None or reader.saved["scape"]["densities"][1] == 1.0 else (mask > 1).to(device)
+    own = kinds["residual"].to(device) if "residual" in kinds else None
+    units = 1.0 - float(reader.saved["betas"][0])  # the residual is (1 - b1) times the pending gradients
+    if "moment" in kinds:
+        moment = kinds["moment"].to(device)
+        imported.exp_avg = SavedValues(reader, None, on_mask(moment, held))
+        imported.pending = SavedValues(reader, None if own is None else own / units, off_mask(moment, held) / units)
+    else:  # one buffer: on P the replicas' rows have the moment
+        assert own is not None
+        imported.exp_avg = SavedValues(reader, on_mask(own, held))
+        imported.pending = SavedValues(reader, off_mask(own, held) / units)
+    if "master" in kinds:  # the saved model is in BF16
+        imported.weights = SavedValues(reader, None, kinds["master"].to(device))
+    return imported
 
 
 class ScapeImport:
@@ -429,17 +356,16 @@ class ScapeImport:
 
     Args:
         same_layout: Method, layout and options are those of the run that saved, as far as the state depends on them.
+            Otherwise the next step is dense, and sends the pending gradients of all replicas as part of the moment.
     """
 
-    def __init__(self, state: StateByParameter, reader: CheckpointReader, same_layout: bool, step: int) -> None:
+    def __init__(self, state: StateByParameter, reader: CheckpointReader, same_layout: bool) -> None:
         self.state, self.reader, self.same_layout = state, reader, same_layout
-        saved: dict[str, Any] | None = reader.saved.get("scape")
-        if saved is None:
-            counters = {"attempted_steps": step, "applied_steps": reader.applied_steps()}
-            self.state.put_record(counters, [1.0, 1.0])
+        if same_layout:
+            state.put_record(reader.saved["scape"])
         else:
-            # P keeps its density: the host concludes from it that the mask is not all ones.
-            self.state.put_record(saved, list(saved["densities"]) if same_layout else [1.0, saved["densities"][1]])
+            counters = {"attempted_steps": reader.saved["attempted_steps"], "applied_steps": reader.applied_steps()}
+            state.put_record({"densities": [1.0, 1.0]} | counters)
 
     def parameter(self, shard: Shard, imported: ImportedState, row: int) -> bool:
         """Load one parameter into this process's replica `row`. Collective.
@@ -447,10 +373,24 @@ class ScapeImport:
         Returns:
             Whether pending gradients were added to the first moment.
         """
-        if isinstance(imported, ImportedScapeState):
-            self._from_scape(shard, imported, row)
+        state, i, kinds = self.state, self.state.names.index(shard.name), imported.kinds
+        if self.same_layout:
+            state.put_saved(i, kinds | ({"residual": kinds["residual"][row]} if "residual" in kinds else {}))
             return False
-        self._from_another_method(shard, imported)
+        if imported.exp_avg is None:
+            moment = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
+        else:
+            moment = imported.exp_avg.mean
+        if imported.pending is not None:
+            residual = imported.pending.mean * (1.0 - state.beta1(i))
+            moment = moment + before_decay(residual, state.beta1(i))
+        state.put(i, moment, None, None)
+        weights = imported.mean_weights()
+        if state.scaled:
+            state.put_master(i, self.reader.model(shard) if weights is None else weights)
+        if weights is not None:
+            own = local(shard.parameter).detach()
+            own.copy_(weights.view(own.shape))
         return imported.pending is not None
 
     def finish(self) -> None:
@@ -460,68 +400,7 @@ class ScapeImport:
         """
         if self.same_layout:
             self.reader.fill_of_this_shard(self.state.layout_states())
-            self.state.learned_extras()
-
-    def _from_another_method(self, shard: Shard, imported: ImportedState) -> None:
-        """Pending gradients of other methods are added to the first moment."""
-        state, i = self.state, self.state.names.index(shard.name)
-        if imported.exp_avg is None:
-            moment = torch.zeros(shard.size, dtype=torch.float32, device=state.passes.device)
-        else:
-            moment = imported.exp_avg.mean
-        if imported.pending is not None:
-            moment = state.with_residual(i, moment, imported.pending.mean * (1.0 - state.beta1(i)), None)
-        state.put(i, moment, None, None)
-        self._put_weights(i, shard, None, imported.mean_weights())
-
-    def _from_scape(self, shard: Shard, imported: ImportedScapeState, row: int) -> None:
-        state, i, kinds = self.state, self.state.names.index(shard.name), imported.kinds
-        moment, own, held = imported.moment, imported.own, imported.held
-        if i < state.sparsified:
-            mask = kinds.get("mask")
-            used = None if mask is None else mask % 2 > 0
-            for target, bits in ((state.masks.in_use, used), (state.masks.previous, held)):
-                entries = torch.ones(shard.size, dtype=torch.bool, device="cpu") if bits is None else bits
-                state.put_mask(i, entries, target)
-        if not self.same_layout or own is None:
-            moment, own = self._for_another_layout(i, moment, own, held)
-            if i >= state.sparsified and held is not None:  # dense from now on: it keeps no residual
-                moment, own, held = self._without_residual(i, moment, own, held), None, None
-        state.put(i, moment, None if own is None else own[row].clone(), held)
-        self._put_weights(i, shard, kinds.get("weight") if self.same_layout else None, kinds.get("master"))
-
-    def _for_another_layout(
-        self, i: int, moment: Tensor, own: Tensor | None, held: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (moment, own residuals (rows, n)) for a run that continues from another layout."""
-        reader = self.reader
-        if own is None:
-            return moment, None  # saved as a mean, which the moment contains off P
-        if reader.same_count and not reader.saved["scape"]["rounds"]:
-            return moment, own
-        mean = reader.mean(own)
-        # Rounding errors of the payload are on P, where another layout stores no residual.
-        moment = self.state.with_residual(i, moment, on_mask(mean, held), held)
-        if not reader.same_count:
-            own = mean.expand(reader.simulated, -1).clone()
-        return moment, off_mask(own, held)
-
-    def _without_residual(self, i: int, moment: Tensor, own: Tensor | None, held: Tensor) -> Tensor:
-        """Return the first moment (n,) with the mean of all residuals in it."""
-        residual = off_mask(moment, held)
-        if own is not None:
-            residual = residual + self.reader.mean_of_this_run(own)
-        return self.state.with_residual(i, on_mask(moment, held), residual, None)
-
-    def _put_weights(self, i: int, shard: Shard, weight: Tensor | None, master: Tensor | None) -> None:
-        """Load what the checkpoint's model does not determine to the last bit: BF16 weights, and FP32 masters."""
-        if self.state.scaled:
-            self.state.put_master(i, self.reader.model(shard) if master is None else master)
-        own = local(shard.parameter).detach()
-        if weight is not None:
-            stored(shard.parameter).copy_(weight.view(own.shape))
-        elif master is not None and not self.same_layout:
-            own.copy_(master.view(own.shape))
+            self.state.apply_layout_states()
 
 
 def on_mask(values: Tensor, held: Tensor | None) -> Tensor:
