@@ -17,7 +17,7 @@ from torchtitan_scape.methods.interface import PENDING_GRADIENTS
 from torchtitan_scape.observe import figures
 from torchtitan_scape.observe.figures import Observed, chosen, whole
 from torchtitan_scape.observe.record import Frequency, Record, Row
-from torchtitan_scape.optimizers.registry import FIRST, OPTIMIZERS
+from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,7 @@ class Observation:
         )
         # A shadow residual requires a complete gradient exchange: no error feedback and no local updates.
         self._shadows = not any(state["on_migration"] in (*PENDING_GRADIENTS, "model") for state in states.values())
-        self._moments = [
-            observed
-            for observed in self.tensors
-            if all(FIRST in OPTIMIZERS[optimizer].moments(optimizers.inner, s) for s in observed.shards)
-        ]
+        self._moments = self.tensors if OPTIMIZERS[optimizer].has_moment else []
         self._before: dict[str, Tensor] = {}  # Masks of the largest first moments of the last step.
         self._shadow: dict[str, figures.ShadowResidual] = {}
         self._frequencies: dict[str, figures.IndexFrequency] = {}

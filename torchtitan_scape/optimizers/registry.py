@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.muon import Muon, hidden_names
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.layout import Layout
 
@@ -26,14 +25,13 @@ class OptimizerEntry:
         make: Constructor from named parameters, with keywords lr, betas, eps, weight_decay, `implementation` (PyTorch's
             AdamW: "fused", "foreach" or "for-loop"), `kernels`, `count`, which receives the bytes sent to each rank of
             the replica, and `share`, the `ReplicaShare` of replicas with equal gradients.
-        moments: Kinds of a parameter's state, FP32 of its shape, of (optimizer, parameter). Each state also has "step",
-            the number of applied steps.
+        has_moment: Whether it keeps a first moment of each parameter.
         on_matrices: Whether it needs matrices that are whole or sharded by rows.
     """
 
     kind: type[Optimizer]
     make: Callable[..., Optimizer]
-    moments: Callable[[Optimizer, Shard], tuple[str, ...]]
+    has_moment: bool = True
     on_matrices: bool = False
 
 
@@ -57,19 +55,15 @@ def _muon(named: Any, *, implementation: str, kernels: str, **others: Any) -> Op
     return Muon(named, **others, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
-def _muon_moments(optimizer: Optimizer, shard: Shard) -> tuple[str, ...]:
-    return (FIRST,) if hidden_names(optimizer, [shard]) else (FIRST, SECOND)
-
-
 def _signsgd(named: Any, *, lr: float, weight_decay: float, **others: Any) -> Optimizer:
     return SignSGD(named, lr, weight_decay)
 
 
 OPTIMIZERS = {
-    "AdamW": OptimizerEntry(torch.optim.Adam, _adamw, lambda optimizer, shard: (FIRST, SECOND)),
-    "AdamS": OptimizerEntry(AdamS, _adams, lambda optimizer, shard: (FIRST,)),
-    "Muon": OptimizerEntry(Muon, _muon, _muon_moments, on_matrices=True),
-    "SignSGD": OptimizerEntry(SignSGD, _signsgd, lambda optimizer, shard: ()),
+    "AdamW": OptimizerEntry(torch.optim.Adam, _adamw),
+    "AdamS": OptimizerEntry(AdamS, _adams),
+    "Muon": OptimizerEntry(Muon, _muon, on_matrices=True),
+    "SignSGD": OptimizerEntry(SignSGD, _signsgd, has_moment=False),
 }
 
 
