@@ -18,8 +18,8 @@ from tests.server import ROOT
 from torchtitan_scape import doctor
 from torchtitan_scape.checkpoint import storage
 from torchtitan_scape.planner import node_checks
+from torchtitan_scape.planner.link_measurement import residual_advice
 from torchtitan_scape.planner.node_checks import MAX_ROUNDS, rounds_of
-from torchtitan_scape.planner.preflight import residual_advice
 
 CHECKS = ["packages", "devices", "transport", "folder", "clocks", "node pairs", "products", "links"]
 

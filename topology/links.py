@@ -45,7 +45,7 @@ class Links:
         if level not in self.levels:
             raise ValueError(
                 f"{self.source} has no level {level!r}, only {', '.join(self.levels) or 'none'}; "
-                "run the preflight on ranks that span that level, or take a preset"
+                "run the doctor on ranks that span that level, or take a preset"
             )
         return self.levels[level]
 
@@ -57,19 +57,19 @@ class Links:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Links":
-        """Read a file of `python -m torchtitan_scape.planner.preflight`. Raises ValueError for any other content."""
+        """Read a file of `python -m torchtitan_scape.doctor --output`. Raises ValueError for any other content."""
         try:
             stored = json.loads(Path(path).read_text())
             schema = stored.get("schema") if isinstance(stored, dict) else None
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema!r}, expected {SCHEMA!r}")
             levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
-            return cls(levels, f"preflight {path}", stored["memory_bandwidth"])
+            return cls(levels, f"measured, {path}", stored["memory_bandwidth"])
         except KeyError as error:
             reason = f"it has no {error}"
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error)
-        again = "run `python -m torchtitan_scape.planner.preflight` again"
+        again = "run `python -m torchtitan_scape.doctor --output` again"
         raise ValueError(f"links cannot be read from {path}: {reason}; {again}")
 
     def with_bandwidth(self, level: str, bandwidth: float) -> "Links":

@@ -14,8 +14,7 @@ from torchtitan_scape.core.command import PROJECT, end_in_one_line
 COMMANDS = {
     "train": ("torchtitan_scape.start", "train on the processes of this node, by default the embedded recipe"),
     "plan": ("torchtitan_scape.planner.plan", "recommend a method and a layout"),
-    "doctor": ("torchtitan_scape.doctor", "check packages, devices, network, folder and clocks of all nodes"),
-    "preflight": ("torchtitan_scape.planner.preflight", "measure links and memory, under torchrun or srun"),
+    "doctor": ("torchtitan_scape.doctor", "check packages, devices, network, folder, clocks and links of all nodes"),
     "prepare": ("torchtitan_scape.data.prepare", "convert text to tokens"),
     "export": ("torchtitan_scape.export", "convert a checkpoint to a Hugging Face folder, and back"),
     "evaluate": ("torchtitan_scape.evaluate", "score an exported model"),

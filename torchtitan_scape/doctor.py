@@ -5,10 +5,11 @@ torchrun --nproc_per_node=8 -m torchtitan_scape.doctor --dump-folder /scratch/ru
 srun --ntasks-per-node=8 python -m torchtitan_scape.doctor
 
 It checks packages and versions, devices, the transport of NCCL, the shared folder, clocks, the bandwidth of every pair
-of nodes, the matrix products of every device, and measures the links as torchtitan_scape.planner.preflight does.
+of nodes, the matrix products of every device, and measures the links, for the planner and the trainer.
 """
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -29,8 +30,9 @@ import torch.distributed as dist
 from torchtitan_scape.checkpoint.storage import hosts_without, not_shared_text
 from torchtitan_scape.core.command import import_advice, one_line, parser_of
 from torchtitan_scape.core.device_check import check_device
+from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import first_text
-from torchtitan_scape.planner import node_checks, preflight
+from torchtitan_scape.planner import link_measurement, node_checks
 from torchtitan_scape.runtime import nccl_log
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, code_versions
 from torchtitan_scape.topology.groups import gather_lists
@@ -195,16 +197,18 @@ class Doctor:
     def links(self) -> Finding:
         if self.world == 1:
             return Finding("links", "one rank")
-        result = preflight.measure(self.layout, self.device, preflight.sizes_of(self.options), TIMEOUT)
+        sizes = link_measurement.sizes_of(self.options)
+        result = link_measurement.measure(self.layout, self.device, sizes, TIMEOUT)
         if self.options.output and dist.get_rank() == 0:
-            preflight.store(result, self.options.output)
+            self.options.output.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.options.output, json.dumps(result, indent=1) + "\n")
         levels = [
             f"{name} {link['bandwidth'] / 1e9:.3g} GB/s a rank, {1e6 * link['latency']:.0f} us, "
             f"residual {link['residual']:.0%}"
             for name, link in result["levels"].items()
         ]
         text = f"{'; '.join(levels)}; memory {result['memory_bandwidth'] / 1e9:.3g} GB/s"
-        return Finding("links", text, tuple(preflight.residual_advice(result).values()))
+        return Finding("links", text, tuple(link_measurement.residual_advice(result).values()))
 
 
 def slow_pair_advice(
@@ -263,8 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run under a launcher, as a single process, or in a process group that exists already."""
     parser = parser_of("torchtitan_scape.doctor", __doc__)
     parser.add_argument("--dump-folder", default="outputs", help="folder to check, as job.dump_folder (outputs)")
-    parser.add_argument("--output", type=Path, help="JSON file for the links, as of the preflight (none)")
-    preflight.add_layout_options(parser)
+    parser.add_argument("--output", type=Path, help="JSON file for the links (none)")
+    link_measurement.add_layout_options(parser)
     own, folder = not dist.is_initialized(), Path(tempfile.mkdtemp(prefix="scape-doctor-"))
     log = folder / "nccl.log" if own else None
     try:
@@ -272,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own:
             set_environment()
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-        device = preflight.own_device()
+        device = link_measurement.own_device()
         if own:
             _connect(device)
-        rows = Doctor(options, preflight.layout_of(options, device), device, log).rows()
+        rows = Doctor(options, link_measurement.layout_of(options, device), device, log).rows()
     except (ValueError, OSError, RuntimeError) as error:
         print(f"doctor: {one_line(error)}", file=sys.stderr)
         return 1

@@ -4,8 +4,6 @@ Entries are divided into blocks of 1024, and each rank selects the same number o
 the selections of S ranks has at most S times as many entries, so that all sizes are known in advance.
 """
 
-import math
-
 from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES, padded_bytes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block, offset_bytes
 
@@ -35,8 +33,3 @@ def bitmap_bytes(blocks: int, ranks: int) -> int:
     """Return the bytes of the bitmap, padded so that the slice of each rank is aligned."""
     step = ALIGNED_BYTES * ranks
     return -(-blocks * BITMAP // step) * step
-
-
-def sketch_rows(blocks: int, ratio: float) -> int:
-    """Return the rows of 1024 cells of a count sketch of `blocks` blocks. Each of its three hashes uses one third."""
-    return max(3, math.ceil(blocks / ratio))

@@ -1,7 +1,5 @@
 """The functions of `reference.py` on Triton kernels, without synchronization."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,13 +8,12 @@ from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.scape import triton_masks
 from torchtitan_scape.kernels.scape.blocks import offset_bytes, offset_code
 from torchtitan_scape.kernels.scape.reference import mask_indices
-from torchtitan_scape.kernels.tagc import reference, triton_kernels
+from torchtitan_scape.kernels.tagc import triton_kernels
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK
-from torchtitan_scape.kernels.tagc.reference import ROUNDS, Sketch, union_of_bitmaps
+from torchtitan_scape.kernels.tagc.reference import union_of_bitmaps
 
 _SHAPE = {"ROWS": 4, "BLOCK": BLOCK}
 _WARPS = 8  # 512 entries each
-_ROW_WARPS = 4  # of a program for one row
 _OFFSETS, _DECODED = 1024, 64  # offsets that a program encodes; words of masks that a program decodes
 
 
@@ -98,41 +95,6 @@ def expand(packed: Tensor, index: Tensor, out: Tensor) -> None:
     ranks, blocks, capacity = packed.shape
     sizes = out.numel(), blocks, ranks, capacity
     launching.launch(triton_kernels.expand_kernel, _grid(blocks), packed, index, out, *sizes, warps=_WARPS, **_SHAPE)
-
-
-def fold(x: Tensor, own: Tensor, sketch: Sketch, out: Tensor) -> None:
-    """Compute a sketch as `reference.fold`; tensors are contiguous."""
-    assert x.is_contiguous() and out.is_contiguous()
-    _by_rows(triton_kernels.fold_kernel, sketch, x, own, sketch.members, out)
-
-
-def peel(state: Tensor, cells: Tensor | None, values: Tensor | None, sketch: Sketch) -> None:
-    """Peel as `reference.peel`, always with the maximum number of rounds, because the host does not see the states."""
-    assert all(each is None or each.is_contiguous() for each in (cells, values))
-    counts = torch.empty(sketch.rows, BLOCK, dtype=torch.int32, device=state.device)
-    _by_rows(triton_kernels.count_kernel, sketch, state, sketch.members, counts)
-    # Without values `counts` is a placeholder for these arguments.
-    cells, values, has_values = (counts, counts, False) if cells is None or values is None else (cells, values, True)
-    blocks = len(state)
-    for _ in range(ROUNDS):
-        launching.launch(
-            triton_kernels.find_kernel,
-            (blocks,),
-            *(state, sketch.block_rows, sketch.signs, counts, cells, values, blocks),
-            warps=_ROW_WARPS,
-            BLOCK=BLOCK,
-            VALUES=has_values,
-        )
-        _by_rows(triton_kernels.remove_kernel, sketch, state, sketch.members, counts, cells, values, VALUES=has_values)
-
-
-solvable, unfold = partial(reference.solvable, peel=peel), partial(reference.unfold, peel=peel)
-
-
-def _by_rows(kernel: object, sketch: Sketch, *tensors: Tensor, **constants: bool) -> None:
-    """Launch one program per row of cells."""
-    most = sketch.members.shape[1]
-    launching.launch(kernel, (sketch.rows,), *tensors, most, warps=_ROW_WARPS, BLOCK=BLOCK, **constants)
 
 
 def _grid(blocks: int) -> tuple[int]:

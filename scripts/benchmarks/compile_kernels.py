@@ -46,7 +46,6 @@ from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
 from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
 from torchtitan_scape.kernels.scape.triton_passes import triton_passes
-from torchtitan_scape.kernels.tagc.reference import Sketch
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.methods.topk.messages import TopkMessages
 
@@ -311,13 +310,10 @@ def _masked_step() -> None:
 
 
 def _tagc_step() -> None:
-    passes, x, sketch = tagc_passes("triton"), torch.zeros(4096), Sketch.of(4, 1.0, torch.device("cpu"))
-    bits, packed, cells = passes.select(x, 102), torch.zeros(2, 4, 204), torch.zeros(sketch.rows, 1024)
+    passes, x = tagc_passes("triton"), torch.zeros(4096)
+    bits, packed = passes.select(x, 102), torch.zeros(2, 4, 204)
     passes.pack(x, bits, bits, 204, packed[0])
     passes.expand(packed, bits, x)
-    passes.fold(x, bits, sketch, cells)
-    passes.solvable(bits, sketch)
-    passes.unfold(cells, bits, sketch, True, x)
 
 
 def compiled(launch: KernelLaunch, target: GPUTarget) -> Any:

@@ -14,6 +14,7 @@ Settings of a set's `launch`:
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +124,18 @@ class EmulatedSet:
         return {"label": spec.label, **{key: summary.get(key) for key in kept}}
 
     def links(self, size: int) -> Links:
-        """Return the links that the preflight measures with this size and rate."""
+        """Return the links that the doctor measures with this size and rate."""
         path = self.queue.work / f"links-{self.one.name}-{size}.json"
         if found := self.store.noted("links", self.one.name, {"ranks": size}):
             write(path, found)
         else:
-            arguments = ["-m", "torchtitan_scape.planner.preflight", f"--output={path}", "--machine=local"]
+            log = path.with_suffix("")
+            arguments = ["-m", "torchtitan_scape.doctor", f"--output={path}", f"--dump-folder={log}", "--machine=local"]
             arguments += [f"--ranks-per-node={self.per_node}", "--largest=16"]
-            self.start(size, arguments, path.with_suffix(""), self.rate)
+            with suppress(RunError):  # a check failed
+                self.start(size, arguments, log, self.rate)
             if (found := read(path)) is None:
-                raise RunError(f"the preflight wrote no links (log in {path.with_suffix('')})")
+                raise RunError(f"the doctor wrote no links (log in {log})")
             self.store.note("links", self.one.name, {"ranks": size}, found)
         return Links.from_json(path)
 
@@ -215,7 +218,7 @@ class EmulatedSet:
         ]
         if self.launch.get("predict", True):
             found.append(
-                "Predictions use links measured by the preflight, passes and other costs measured in steps of the same "
+                "Predictions use links measured by the doctor, passes and other costs measured in steps of the same "
                 "method without compute and exchange, and the given or measured compute. They test the model of the "
                 "exchange, not of the passes. Coding is part of the measured exchange and not predicted."
             )

@@ -65,7 +65,7 @@ def check(arguments: list[str]) -> None:
         ("[sync.topk]\nvalues = '2bit'", r"\[sync.topk\] values is now code: set code = \"2bit\""),
         ("[sharding]\nweights = 'int8'", r"\[sharding\] weights is now weights_code: set weights_code = \"int8\""),
         ("[sharding.levels]\nsum = 'int8'", r"\[sharding.levels\] sum is now sum_code: set sum_code = \"int8\""),
-        ("[sharding.tagc]\nindex = 'bits'", r"\[sharding.tagc\] index is now index_code: set index_code = \"bits\""),
+        ("[sharding.tagc]\nindex = 'bits'", r"\[sharding.tagc\] index = 'bits': it was removed, delete it"),
         ("[sync.scape]\nchunk_bytes = 2", "chunk_bytes = 2; it must be 4 or more"),
         ("[topology]\nexchange = 'ring'", r"exchange = 'ring'; it must be 'hierarchical' \| 'flat'"),
         ("[sync]\nmax_skipped_steps = 0", "max_skipped_steps = 0"),
@@ -304,7 +304,7 @@ def test_measured_links_replace_those_of_the_preset(tmp_path: Path) -> None:
     assert links["node"] == Links.from_machine(get_machine("vista"))["node"] and not links.nominal
     assert "predicted on vista (measured)" in Forecast.of(config, layout_of(config)).line()
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"\[topology\] links: links cannot be read from .*; run .*preflight` again"):
+    with pytest.raises(ValueError, match=r"\[topology\] links: links cannot be read from .*; run .*--output` again"):
         layout_of(config)
 
 

@@ -152,13 +152,14 @@ gradients = "dense"
 [sharding.levels]
 sum = "float32"
 [sharding.tagc]
-codec = "sketch"
+codec = "packed"
+sparsity = 0.8
 """
     path = tmp_path / "resolved.toml"
     path.write_text(text.format(head=RESOLVED))
     found = resolve([f"--job.config_file={path}"])
     sharding = found.config.sharding
-    assert (found.config.sync.scape.code, sharding.weights_code, sharding.tagc.code) == ("int4", "int8", "sketch")
+    assert (found.config.sync.scape.code, sharding.weights_code, sharding.tagc.sparsity) == ("int4", "int8", 0.8)
     assert found.files == ("train_configs/embedded.toml", str(path))
     path.write_text(text.format(head="# "))
     with pytest.raises(ValueError, match=r"\[sync.scape\] wire is now code"):

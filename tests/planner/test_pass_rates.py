@@ -84,14 +84,14 @@ def test_measured_pass_times_are_used(tmp_path: Path) -> None:
 
 
 def test_rates_of_another_device_are_scaled(tmp_path: Path) -> None:
-    """By nominal memory bandwidth, 4 to 2 TB/s, or by the preflight's measurement, 0.8 to 1.6 TB/s of a copy."""
+    """By nominal memory bandwidth, 4 to 2 TB/s, or by the doctor's measurement, 0.8 to 1.6 TB/s of a copy."""
     written(tmp_path, stored())
     links = Links.from_machine(VISTA)
     found = for_device(VISTA.device, links, tmp_path)
     assert found is not None and found.of(ADAMS) == (pytest.approx(4e12), pytest.approx(4e12))
     assert "measured on NVIDIA H100 80GB HBM3 (" in found.describe() and "times 2.00 for the memory" in found.scaled
     own = for_device(VISTA.device, Links(links.levels, "measured", memory_bandwidth=0.8e12), tmp_path)
-    assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "preflight" in own.scaled
+    assert own is not None and own.of(ADAMS)[1] == pytest.approx(1e12) and "measured" in own.scaled
 
 
 def test_measurements_of_the_same_device_have_precedence(nothing_stored: Path) -> None:

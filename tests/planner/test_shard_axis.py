@@ -1,33 +1,27 @@
-"""The planner's variants of the shard axis: their bytes between nodes, and the limits of their gain."""
+"""The planner's variants of the shard axis, and their bytes between nodes."""
 
 import json
-import re
-from dataclasses import replace
 
 import pytest
 
 from torchtitan_scape.planner.candidates import make_request
 from torchtitan_scape.planner.plan import main
-from torchtitan_scape.planner.shard_axis import LEVELS, WANTED, shard_axis_variants
+from torchtitan_scape.planner.shard_axis import LEVELS, shard_axis_variants
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b", "--shard-axis", "8")
 
 
 def test_three_levels_against_overlapped_hsdp_on_48_nodes(capsys: pytest.CaptureFixture) -> None:
-    """Nominal links hide dense traffic; the report states the bandwidth at which levels and SCAPE gain 1.5 x."""
-    assert main(FRONTIER) == 0
-    said = capsys.readouterr().out
-    for part in (
-        "48 replica(s) of 8 ranks",
-        "three levels over 4, 8, 8 ranks, scape 0.05 int4, against FSDP, adams overlap: ",
-        "not 1.5 x: ",
-        "with nothing beside them it would be 1.0",
-    ):
-        assert part in said
-    found = re.search(r"1.5 x is reached on links of ([\d.]+) GB/s", said)
-    assert found and 0.5 < float(found[1]) < 3.0
-    assert main([*FRONTIER, "--network-bandwidth", str(0.9 * float(found[1]))]) == 0
-    assert "not 1.5 x" not in capsys.readouterr().out
+    """Nominal links hide dense traffic; on slow ones three levels with SCAPE gain."""
+    gains = {}
+    for bandwidth in ("12.5", "0.1"):
+        assert main([*FRONTIER, "--network-bandwidth", bandwidth]) == 0
+        said = capsys.readouterr().out
+        assert "48 replica(s) of 8 ranks" in said
+        (line,) = (text for text in said.splitlines() if "over 4, 8, 8 ranks" in text)
+        assert line.startswith("three levels") and "scape 0.05 int4" in line
+        gains[bandwidth] = float(line.split()[-1])
+    assert gains["12.5"] < 1.1 and gains["0.1"] > 3.0
 
 
 def test_json_contains_every_variant(capsys: pytest.CaptureFixture) -> None:
@@ -54,14 +48,6 @@ def test_zeropp_where_the_shard_axis_crosses_nodes() -> None:
     assert coded.prediction.memory["secondary weights"] > 0
     one_a_node = shard_axis_variants(make_request("vista", 4, "llama_1_8b"), 4)
     assert one_a_node[2].detail == "int8 + secondary, int4" and len(one_a_node) == 4
-
-
-def test_the_gain_is_limited_by_the_time_outside_compute() -> None:
-    case = make_request("frontier", 48, "llama_1_8b")
-    base, *_, levels = shard_axis_variants(case, 8)
-    assert base.prediction.step / levels.prediction.step < base.prediction.step / base.prediction.compute < WANTED
-    slow = replace(case, links=case.links.with_bandwidth("network", 1e8))
-    assert base.predict(slow).step / levels.predict(slow).step > 3.0
 
 
 @pytest.mark.parametrize(

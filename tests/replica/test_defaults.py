@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS
 from torchtitan_scape import AdamS, Muon, checkpoint_states, replicate
-from torchtitan_scape.kernels.tagc.reference import THRESHOLDS, select_above
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.initial_state import create_state
 
@@ -71,18 +69,3 @@ def different() -> list[str]:
 
 def test_methods_train_equally_with_other_default_dtypes_and_devices(pool2: Pool) -> None:
     assert pool2(different) == [[], []]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_tagc_counts_entries_exactly_with_other_default_dtypes(dtype: torch.dtype) -> None:
-    """BF16 has 8 bits, too few to tell a number of entries above 256 from the limit behind it."""
-    rows = torch.randn(1, 2048, generator=torch.Generator().manual_seed(0)) * 2.0**-8
-    counts = [int((rows.abs() < threshold).sum()) for threshold in THRESHOLDS]
-    shares = [(count + 0.5) / 2048 for count in counts if 256 < count < 2048]
-    expected = [select_above(rows, share) for share in shares]
-    torch.set_default_dtype(dtype)
-    try:
-        found = [select_above(rows, share) for share in shares]
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert shares and all(map(torch.equal, found, expected))

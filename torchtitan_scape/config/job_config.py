@@ -152,7 +152,7 @@ class Topology(Options):
     """Preset of links and ranks per node; "auto" selects it by the device's name"""
 
     links: str = ""
-    """File of measured links, from torchtitan_scape.planner.preflight, that replace those of the preset. Predictions,
+    """File of measured links, from torchtitan_scape.doctor, that replace those of the preset. Predictions,
     the division of Muon's work among replicas, and SCAPE's chunk size depend on them"""
 
     ranks_per_node: int = 0

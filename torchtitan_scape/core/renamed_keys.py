@@ -21,12 +21,17 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
     "sync.demo": {"values": "code"},
     "sharding": {"weights": "weights_code", "gradients": "gradients_code"},
     "sharding.levels": {"sum": "sum_code", "update": "update_code"},
-    "sharding.tagc": {"codec": "code", "index": "index_code"},
 }
 _UPDATE_CODE = 'new values have the dtype of the weights: delete it, or set weights_dtype = "bfloat16"'
 _SAMPLE = "it was removed, delete it: transformers generates text with a model that torchtitan_scape.export wrote"
 _DENSE_NAMES = ("topk.dense_names", "tagc.dense_names", "radius.dense_names")
 _HOST = ("diloco.host", "streaming_diloco.host", "sparseloco.host", "co2.host")
+# Values that were the defaults of removed keys of [sharding.tagc], by present or earlier name.
+_TAGC: dict[str, Any] = {
+    **dict.fromkeys(("code", "codec"), "packed"),
+    **dict.fromkeys(("index_code", "index"), "auto"),
+    **{"ratio": 10.0, "left_over": "keep", "fill": True, "micro": "last", "selection": "block", "reproduce": False},
+}
 # Earlier keys and sections without a present one with the same values, and the advice for each.
 REMOVED_KEYS: dict[str, str] = {
     "sync.scape.parameters": 'it is now update: "local" is called "replicated", and "gather" "sharded"',
@@ -56,6 +61,10 @@ REMOVED_KEYS: dict[str, str] = {
     "data.allow_special_tokens": "it was removed, delete it: text that spells a special token is ordinary text",
     "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
     "of codes in gradients_code",
+    **{
+        f"sharding.tagc.{key}": "it was removed, delete it: each step sends packed values once, at an exact index"
+        for key in _TAGC
+    },
 }
 # Values of removed keys that are now the only ones. A record with such a value is read as one without the key.
 _ONLY_VALUES: dict[str, Any] = {
@@ -80,6 +89,7 @@ _ONLY_VALUES: dict[str, Any] = {
     "sample": {"characters": 0},
     "sample.characters": 0,
     "validation.patience": 0,
+    **{f"sharding.tagc.{key}": value for key, value in _TAGC.items()},
 }
 
 

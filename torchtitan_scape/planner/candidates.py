@@ -293,19 +293,14 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
         )
         return dense.step / compressed.step
 
-    return bandwidth_of(gain, now, MIN_GAIN)
-
-
-def bandwidth_of(gain: Callable[[float], float], now: float, wanted: float) -> float:
-    """Return the largest bandwidth at which the gain, which decreases with it, reaches `wanted`."""
-    low, high = now / 1000, now * 1000
-    if gain(low) < wanted:
+    low, high = now / 1000, now * 1000  # the gain decreases with the bandwidth
+    if gain(low) < MIN_GAIN:
         return 0.0
-    if gain(high) >= wanted:
+    if gain(high) >= MIN_GAIN:
         return float("inf")
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if gain(middle) >= wanted else (low, middle)
+        low, high = (middle, high) if gain(middle) >= MIN_GAIN else (low, middle)
     return low
 
 

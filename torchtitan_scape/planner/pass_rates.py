@@ -82,7 +82,7 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
     """Return the rates for a device; None if there are no measurements.
 
     Files of the device itself take precedence. Otherwise the rates of a device with the same runtime and the most
-    similar memory bandwidth are scaled: to the bandwidth that the preflight measured, or to the nominal one.
+    similar memory bandwidth are scaled: to the bandwidth that the doctor measured, or to the nominal one.
 
     Args:
         path: A file or a folder of files; by default the folders of `STORED`.
@@ -105,7 +105,7 @@ def for_device(device: Device, links: Links, path: Path | None = None) -> PassRa
     wanted = device.memory_bandwidth * 1e9
     nearest = min(measurements, key=lambda rates: abs(math.log((rates.nominal or rates.copy) / wanted)))
     if links.memory_bandwidth:
-        factor, why = links.memory_bandwidth / nearest.copy, "the preflight's memory bandwidth"
+        factor, why = links.memory_bandwidth / nearest.copy, "the measured memory bandwidth"
     else:
         factor, why = wanted / (nearest.nominal or nearest.copy), f"the memory of {device.name}"
     return replace(nearest, factor=factor, scaled=f", times {factor:.2f} for {why}")

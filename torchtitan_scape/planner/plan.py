@@ -7,7 +7,7 @@
     python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
 
 Presets have nominal figures. A shared network or an unfavorable placement provides a fraction of them (a fourteenth in
-the SCAPE paper's runs), which changes the answer: measure with `planner.preflight` and pass its JSON as --links.
+the SCAPE paper's runs), which changes the answer: measure with `torchtitan_scape.doctor` and pass its JSON as --links.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
         yield (
             "These links are nominal. If ranks reach a tenth between nodes (the SCAPE paper's reached a "
             f"fourteenth), the advice is {other.choice.method.name} with shard {other.choice.layout.shard}, "
-            f"{other.gain:.2f} x: measure with torchtitan_scape.planner.preflight, pass --links"
+            f"{other.gain:.2f} x: measure with torchtitan_scape.doctor, pass --links"
         )
     chosen = advice.choice
     q = chosen.prediction
@@ -329,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, default=0, help="of that Llama; by default as many as heads")
     add("--vocab", type=int, default=0, help="of that Llama; 32000 by default")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
-    add("--links", type=Path, help="JSON of torchtitan_scape.planner.preflight, instead of the preset's links")
+    add("--links", type=Path, help="JSON of torchtitan_scape.doctor, instead of the preset's links")
     add("--kernels", type=Path, help="results.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
     add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the model's, rounded to the ranks, by default")

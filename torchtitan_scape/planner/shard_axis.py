@@ -1,18 +1,17 @@
 """Comparison of the shard axis with FSDP's own collectives, ZeRO++ and three levels. Plain arithmetic: no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.candidates import Candidate, PlanRequest, bandwidth_of, of_largest_micro_batch
+from torchtitan_scape.planner.candidates import Candidate, PlanRequest, of_largest_micro_batch
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import FSDP, Prediction, predict
 from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
 from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
 from torchtitan_scape.topology.layout import Layout, plan_layout
 
-WANTED = 1.5  # the report explains a smaller gain
 DENSE = PlannedRun(DenseOptions(), overlap=True)
 SCAPE = PlannedRun(ScapeOptions(density=0.05, code="int4"))  # 1.1 % of the bytes
 LEVELS = "three levels"
@@ -32,18 +31,10 @@ class ShardAxisVariant:
     detail: str
     candidate: Candidate
     network: float
-    predict: Callable[[PlanRequest], Prediction]
 
     @property
     def prediction(self) -> Prediction:
         return self.candidate.prediction
-
-    @property
-    def name(self) -> str:
-        return f"{self.title}{' ' if self.detail else ''}{self.detail}, {self.prediction.method.name}"
-
-    def memory_short(self, case: PlanRequest) -> bool:
-        return self.candidate.memory > case.capacity
 
 
 def shard_axis_variants(case: PlanRequest, shard: int) -> list[ShardAxisVariant]:
@@ -95,29 +86,28 @@ def _of(
     method: PlannedRun,
     plan: ShardPlan | LevelsPlan,
 ) -> ShardAxisVariant:
-    def predicted(case: PlanRequest, micro_batch: int) -> Prediction:
-        batch, assumptions, links = case.batch, case.assumptions, case.links
+    def predicted(micro_batch: int) -> Prediction:
         return predict(
             method,
             case.workload,
             layout,
-            links,
-            batch=batch,
+            case.links,
+            batch=case.batch,
             micro_batch=micro_batch,
-            assumptions=assumptions,
+            assumptions=case.assumptions,
             shard_axis=plan,
         )
 
-    chosen = of_largest_micro_batch(case, layout, lambda micro_batch: predicted(case, micro_batch))
+    chosen = of_largest_micro_batch(case, layout, predicted)
     micro_batches = case.batch // (case.ranks * chosen.micro_batch)
     sent = plan.sent(flat_rows(case.workload, layout.shard), layout, micro_batches)
     network = chosen.prediction.sent.get("network", 0.0)
     network += sum(nbytes for (level, _), nbytes in sent.items() if level == "network")
-    return ShardAxisVariant(title, detail, chosen, network, lambda case: predicted(case, chosen.micro_batch))
+    return ShardAxisVariant(title, detail, chosen, network)
 
 
 def lines(case: PlanRequest, forms: Sequence[ShardAxisVariant]) -> Iterator[str]:
-    """Return the variants as a table, and the gain of three levels with SCAPE over the first of them."""
+    """Return the variants as a table, with the gain over the first of them."""
     layout, first = forms[0].candidate.layout, forms[0].prediction
     yield (
         f"Forms of the shard axis, {layout.replicate} replica(s) of {layout.shard} ranks (ms a step; shards: FSDP's "
@@ -130,46 +120,9 @@ def lines(case: PlanRequest, forms: Sequence[ShardAxisVariant]) -> Iterator[str]
     for form in forms:
         p = form.prediction
         times = [1e3 * t for t in (p.step, p.compute, p.exchange, p.shard, p.fixed, p.optimizer)]
-        fits = "  does not fit" if form.memory_short(case) else ""
+        fits = "" if case.fits(form.candidate) else "  does not fit"
         yield (
             f"{form.title:<14}{form.detail:<30}{p.method.name:<18}{times[0]:>9.1f}{times[1]:>9.1f}{times[2]:>10.1f}"
             f"{times[3]:>8.1f}{times[4]:>8.1f}{times[5]:>11.1f}{form.network / 1e6:>12.1f}"
             f"{form.candidate.memory / 1e9:>7.1f}{first.step / p.step:>7.2f}{fits}"
         )
-    yield ""
-    sparse = [form for form in forms if form.title == LEVELS and form.prediction.method == SCAPE]
-    if sparse:
-        yield from _why(case, forms[0], min(sparse, key=lambda form: (form.memory_short(case), form.prediction.step)))
-
-
-def _why(case: PlanRequest, base: ShardAxisVariant, form: ShardAxisVariant) -> Iterator[str]:
-    """Return the gain, and the reasons if it is below `WANTED`."""
-    p, q = base.prediction, form.prediction
-    gain = p.step / q.step
-    yield f"{form.name}, against {base.name}: {1e3 * q.step:.1f} ms to {1e3 * p.step:.1f} ms, {gain:.2f} x"
-    if gain >= WANTED:
-        return
-    yield (
-        f"- not {WANTED:g} x: {1e3 * p.compute:.1f} of the {1e3 * p.step:.1f} ms are forward and backward passes at "
-        f"{100 * case.assumptions.mfu:.0f} % of the peak, which no form makes shorter; with nothing beside them it "
-        f"would be {p.step / p.compute:.2f} x"
-    )
-    yield (
-        f"- of the exchange between replicas {1e3 * p.hidden:.1f} ms hide behind the last backward pass and "
-        f"{1e3 * p.exchange:.1f} ms do not; {1e3 * p.shard:.1f} ms of FSDP's traffic exceed compute; the optimizer "
-        f"takes {1e3 * p.optimizer:.1f} ms, and {1e3 * q.optimizer:.1f} ms with SCAPE"
-    )
-    now = case.links["network"].bandwidth
-
-    def at(bandwidth: float) -> float:
-        changed = replace(case, links=case.links.with_bandwidth("network", bandwidth))
-        return base.predict(changed).step / form.predict(changed).step
-
-    bandwidth = bandwidth_of(at, now, WANTED)
-    if 0.0 < bandwidth < float("inf"):
-        yield (
-            f"- {WANTED:g} x is reached on links of {bandwidth / 1e9:.3g} GB/s a rank between nodes, or less; these "
-            f"have {now / 1e9:g} ({case.links.source}): measure them with torchtitan_scape.planner.preflight"
-        )
-    else:
-        yield f"- {WANTED:g} x is reached at no bandwidth between nodes"

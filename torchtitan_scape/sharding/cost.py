@@ -179,7 +179,7 @@ class ShardPlan:
                     yield from (_Sent("weights", stage, times) for stage in _gather_stages(groups, sent, layout))
                     sent *= len(groups[0])
             if self.sparse is not None:
-                yield from _sparse(self.sparse, row, layout, micro_batches)
+                yield from _sparse(self.sparse, row, layout)
                 continue
             if not self.gradients:
                 stages = exchange_stages if self.exchanged else _scatter_stages
@@ -245,14 +245,14 @@ def _shares(levels: Sequence[str]) -> list[tuple[str, float]]:
     return [(level, levels.count(level) / len(levels)) for level in dict.fromkeys(levels)]
 
 
-def _sparse(plan: TagcShardingOptions, row: FlatRow, layout: Layout, micro_batches: int) -> Iterator[_Sent]:
+def _sparse(plan: TagcShardingOptions, row: FlatRow, layout: Layout) -> Iterator[_Sent]:
     whole = [layout.shard_group(0)]
-    ranks, times = len(whole[0]), micro_batches if plan.micro == "each" else 1
+    ranks = len(whole[0])
     if blocks := plan.blocks(row.shapes, row.names, ranks):
-        yield from (_Sent("index", s, times) for s in exchange_stages(whole, plan.exchanged(blocks, ranks), layout))
-        yield from (_Sent("index", s, times) for s in _gather_stages(whole, plan.gathered(blocks, ranks), layout))
+        yield from (_Sent("index", stage, 1) for stage in exchange_stages(whole, plan.exchanged(blocks, ranks), layout))
+        yield from (_Sent("index", stage, 1) for stage in _gather_stages(whole, plan.gathered(blocks, ranks), layout))
     values = plan.values(row.shapes, row.names, ranks)
-    yield from (_Sent("gradients", stage, times) for stage in exchange_stages(whole, values, layout))
+    yield from (_Sent("gradients", stage, 1) for stage in exchange_stages(whole, values, layout))
 
 
 def _scatter_stages(rank_groups: Sequence[tuple[int, ...]], input_bytes: float, layout: Layout) -> Iterator[Stage]:

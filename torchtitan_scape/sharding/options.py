@@ -134,7 +134,6 @@ class ShardingOptions(Options):
             rule = f"the residuals differ between replicas, so one replica is supported, not {layout.replicate}"
             fix = "set data_parallel_replicate_degree = 1, or take [sync] method = 'tagc' and gradients_code = 'dense'"
             self.require(layout.replicate == 1, "gradients_code", f"{rule}; {fix}")
-            self.tagc.check_among(ranks)
 
     def _check_levels(self, layout: Layout) -> None:
         levels = self.levels

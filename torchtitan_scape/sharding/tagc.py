@@ -1,7 +1,7 @@
 """TAGC as the reduce-scatter of the shard axis: sparse gradients at indices shared by all ranks, with error feedback.
 
-Polyakov, Dukhanov, Spirin (arXiv:2504.05638). By default this implementation deviates from the paper: exact unions,
-packed values, one exchange per step. The published variants are options.
+Polyakov, Dukhanov, Spirin (arXiv:2504.05638). This implementation deviates from the paper: exact unions, packed values
+in the place of a count sketch, and one exchange per step.
 
 Every rank keeps a residual of all entries of the group, not only of its own row.
 """
@@ -18,26 +18,22 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.codec.formats import padded_bytes
-from torchtitan_scape.kernels.scape.reference import unpack_bits
-from torchtitan_scape.kernels.tagc.formats import BLOCK, capacity
-from torchtitan_scape.kernels.tagc.reference import Sketch, select_above, sum_bytes, union_of_bitmaps
+from torchtitan_scape.kernels.tagc.formats import BLOCK, capacity, sends_offsets
+from torchtitan_scape.kernels.tagc.reference import union_of_bitmaps
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, CollectiveHook, ShardedParamGroup, TrainPosition, add_rows
-from torchtitan_scape.sharding.tagc_options import MIN_BLOCKS, TagcShardingOptions
+from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 
-TURNS = 4  # Sketches used in rotation: entries that one cannot recover are recovered by the next.
-
 
 class TagcReduce(CollectiveHook):
-    """Sparse reduce-scatter of one parameter group. One exchange, with v the residual plus the gradients since the last
-    one:
+    """Sparse reduce-scatter of one parameter group. The exchange of a step, after its last micro-batch, with v the
+    residual plus the gradients of the step:
 
     1. Each rank selects the largest |v| of every block of 1024 entries, in the rows of all S ranks.
     2. All ranks compute the union of the selections, the index.
-    3. Each rank sends its values at the index, packed or in a count sketch, to the owner of each row, which sums them
-       in rank order.
+    3. Each rank packs its values at the index and sends them to the owner of each row, which sums them in rank order.
     4. The residual is v without the values sent, bitwise exact.
 
     A block does not span parameters. Parameters that are not compressed are sent whole in the same exchange. A row that
@@ -76,10 +72,8 @@ class TagcReduce(CollectiveHook):
         self.starts = list(accumulate((-(-s.size // BLOCK) * BLOCK for s in self.compressed), initial=0))
         self.blocks = self.starts.pop() // BLOCK
         self.residual = torch.zeros(ranks, self.blocks * BLOCK, dtype=torch.float32, device=device)
-        self._index = options.index_among(ranks)
+        self._sends_offsets = sends_offsets(options.density, ranks)
         self._capacity = capacity(options.density, ranks)
-        self._sketches = self._make_sketches(device) if options.code == "sketch" and self.blocks else []
-        self._sketches_of_all_rows = [sketch.repeated(ranks) for sketch in self._sketches]
         # Accumulated in this step: gradients that are not compressed, and the rows with non-finite numbers.
         self._uncompressed: Tensor | None = None
         self._nonfinite = torch.zeros(ranks, dtype=torch.bool, device=device)
@@ -92,7 +86,7 @@ class TagcReduce(CollectiveHook):
         if self._position.micro_batch == 0:
             self._reset_step()
         self._add(input_tensor.float().view(self._rank_group.size, -1))
-        if self._options.micro == "last" and not self._position.last:
+        if not self._position.last:
             output_tensor.zero_()  # FSDP2 sums the outputs of the micro-batches.
             return
         fake = dist.get_backend(group) == "fake"  # Received bytes are then meaningless.
@@ -175,33 +169,18 @@ class TagcReduce(CollectiveHook):
         ranks, result = self._rank_group.size, self.residual.new_empty(self.blocks * BLOCK)
         if not self.blocks:
             return result
-        if self._full_exchange_requested and self._position.last:
-            return self._send_full(result)
-        if self._options.selection == "table":
-            chosen = select_above(self.residual, self._options.sparsity)
-        else:
-            chosen = self._passes.select(self.residual.view(-1), self._options.chosen)
-        index = self._all_gather_index(chosen, fake).view(ranks, -1)
-        sends = index if self._options.fill else chosen.view(ranks, -1)
-        if self._sketches:
-            turn = (self._position.step + self._position.micro_batch) % TURNS
-            self._exchange_sketch(turn, index, sends, result)
-        else:
-            self._exchange_packed(index, self._mask_nonfinite(sends), result)
+        if self._full_exchange_requested:
+            self.mark_full_exchange()
+            self._reduce_scatter(torch.where(self._nonfinite[:, None], torch.nan, self.residual), result)
+            return result
+        chosen = self._passes.select(self.residual.view(-1), self._options.chosen)
+        self._exchange_packed(self._all_gather_index(chosen, fake).view(ranks, -1), result)
         return result
-
-    def _send_full(self, result: Tensor) -> Tensor:
-        self.mark_full_exchange()
-        self._reduce_scatter(torch.where(self._nonfinite[:, None], torch.nan, self.residual), result)
-        return result
-
-    def _mask_nonfinite(self, bits: Tensor) -> Tensor:
-        return bits.masked_fill(self._nonfinite[:, None], 0)
 
     def _all_gather_index(self, chosen: Tensor, fake: bool) -> Tensor:
         """Return the bitmaps of the union over all ranks, for all rows, from the bitmaps of this rank's selection."""
         ranks, rank_group = self._rank_group.size, self._rank_group
-        if self._index == "offsets":
+        if self._sends_offsets:
             coded = self._passes.to_offsets(chosen, self._options.chosen)
             received = coded.new_empty(ranks, coded.numel())
             shard_collectives.all_gather(received.view(-1), coded, rank_group, self._ledger, INDEX)
@@ -210,12 +189,12 @@ class TagcReduce(CollectiveHook):
             return self._passes.union_of_offsets(received, ranks * self.blocks, self._options.chosen)
         received, gathered = torch.empty_like(chosen).view(ranks, -1), torch.empty_like(chosen)
         shard_collectives.all_to_all(received, chosen.view(ranks, -1), rank_group, self._ledger, INDEX)
-        combined = (union_of_bitmaps if self._index == "bits" else sum_bytes)(received)
-        shard_collectives.all_gather(gathered, combined, rank_group, self._ledger, INDEX)
+        shard_collectives.all_gather(gathered, union_of_bitmaps(received), rank_group, self._ledger, INDEX)
         return chosen if fake else gathered
 
-    def _exchange_packed(self, index: Tensor, sends: Tensor, result: Tensor) -> None:
-        ranks = self._rank_group.size
+    def _exchange_packed(self, index: Tensor, result: Tensor) -> None:
+        """Send the values at the index, uint8 (S, bytes), and write the sum of this rank's row to `result`."""
+        ranks, sends = self._rank_group.size, index.masked_fill(self._nonfinite[:, None], 0)
         packed = self.residual.new_empty(ranks * self.blocks, self._capacity)
         self._passes.pack(self.residual.view(-1), index.view(-1), sends.view(-1), self._capacity, packed)
         packed.view(ranks, -1)[:, 0].masked_fill_(self._nonfinite, torch.nan)  # Mark the row by its first value.
@@ -225,24 +204,6 @@ class TagcReduce(CollectiveHook):
         )
         self._passes.expand(received.view(ranks, self.blocks, -1), index[self._rank_group.group_rank], result)
 
-    def _exchange_sketch(self, turn: int, index: Tensor, sends: Tensor, result: Tensor) -> None:
-        sketch, of_all_rows = self._sketches[turn], self._sketches_of_all_rows[turn]
-        if self._options.left_over == "keep":
-            # All ranks compute which entries the owner can recover; the others are not sent.
-            recoverable = self._passes.solvable(index.view(-1), of_all_rows).view(index.shape)
-            index, sends = index & recoverable, sends & recoverable
-        sends = self._mask_nonfinite(sends).view(-1)
-        cells = self.residual.new_empty(self._rank_group.size, sketch.rows, BLOCK)
-        self._passes.fold(self.residual.view(-1), sends, of_all_rows, cells.view(-1, BLOCK))
-        self.residual.masked_fill_(unpack_bits(sends, self.residual.numel()).view(self.residual.shape), 0.0)
-        cells.masked_fill_(self._nonfinite[:, None, None], torch.nan)
-        total = torch.empty_like(cells[0])
-        self._reduce_scatter(cells.view(len(cells), -1), total.view(-1))
-        nan_flag = total.sum() * 0.0  # NaN if any cell is NaN, even a cell that no entry reads.
-        estimate = self._options.left_over == "estimate"
-        self._passes.unfold(total, index[self._rank_group.group_rank], sketch, estimate, result)
-        result[:1] += nan_flag
-
     def _reduce_scatter(self, rows: Tensor, result: Tensor) -> None:
         """Write this rank's row of the sum over ranks of `rows` (S, n), in rank order, into `result` (n,)."""
         n = rows.shape[1]
@@ -251,17 +212,3 @@ class TagcReduce(CollectiveHook):
         received = torch.empty_like(rows)
         shard_collectives.all_to_all(received, rows, self._rank_group, self._ledger, GRADIENTS)
         add_rows(received[:, :n], result)
-
-    def _make_sketches(self, device: torch.device) -> list[Sketch]:
-        """Return the count sketches of the rotation.
-
-        Raises:
-            ValueError: The group has too few blocks for a sketch.
-        """
-        if self.blocks < MIN_BLOCKS and not self._options.reproduce:
-            raise ValueError(
-                f"[sharding.tagc] code = 'sketch': a rank compresses {self.blocks} blocks of {BLOCK} entries of "
-                f"{self._flat.name}, and a sketch of fewer than {MIN_BLOCKS} blocks may lose entries; set "
-                "code = 'packed', raise min_entries, or set reproduce = true"
-            )
-        return [Sketch.of(self.blocks, self._options.ratio, device, turn) for turn in range(TURNS)]

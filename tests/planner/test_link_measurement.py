@@ -1,17 +1,15 @@
-"""The preflight: its fit on synthetic times, and a measurement in real gloo processes."""
+"""The measurement of links: its fit on synthetic times, and a measurement in real gloo processes."""
 
 import json
-import os
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.pool import Pool
-from torchtitan_scape.planner.preflight import _tiers, fit_link, main, measure
+from torchtitan_scape.doctor import main
+from torchtitan_scape.planner.link_measurement import _tiers, fit_link, measure
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.links import SCHEMA, Links
 from torchtitan_scape.topology.machines import get_machine
@@ -77,9 +75,10 @@ def run_main(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def test_the_preflight_file_is_read_by_the_cost_model(pool2: Pool, tmp_path: Path) -> None:
+def test_the_file_of_the_doctor_is_read_by_the_cost_model(pool2: Pool, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "links.json"
-    call = ["--output", str(path), "--ranks-per-node", "2", "--machine", "local", "--largest", "0.25"]
+    call = ["--dump-folder", str(tmp_path / "run"), "--output", str(path)]
+    call += ["--ranks-per-node", "2", "--machine", "local", "--largest", "0.25"]
     assert pool2(run_main, call) == [0, 0]
     stored = json.loads(path.read_text())
     links = Links.from_json(path)
@@ -87,34 +86,14 @@ def test_the_preflight_file_is_read_by_the_cost_model(pool2: Pool, tmp_path: Pat
     assert links.memory_bandwidth == stored["memory_bandwidth"]
     assert stored["ranks_per_node"] == 2 and max(m["bytes"] for m in stored["measurements"]) == 1 << 18
     assert list(path.parent.iterdir()) == [path]  # no incomplete file is left
-    with pytest.raises(ValueError, match=r"no level 'network', only node; run the preflight"):
+    with pytest.raises(ValueError, match=r"no level 'network', only node; run the doctor"):
         links["network"]
 
 
 @pytest.mark.parametrize(
     "arguments", [["--machine", "cray"], ["--shard", "3"], ["--ranks-per-node", "4"], ["--largest", "0.001"]]
 )
-def test_invalid_arguments_exit_with_code_2_on_every_rank(arguments: list[str], pool2: Pool, tmp_path: Path) -> None:
-    assert pool2(run_main, ["--output", str(tmp_path / "links.json"), "--ranks-per-node", "2", *arguments]) == [2, 2]
-    assert not list(tmp_path.iterdir())
-
-
-def run_for_a_gpu(arguments: list[str]) -> int:
-    shown = {"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0"}
-    with patch.dict(os.environ, shown):
-        return main(arguments)
-
-
-def test_links_are_not_measured_on_the_cpu_of_a_machine_with_gpus(pool2: Pool, tmp_path: Path) -> None:
-    arguments = ["--output", str(tmp_path / "links.json"), "--ranks-per-node", "1", "--machine", "vista"]
-    assert pool2(run_for_a_gpu, arguments) == [2, 2]
-    assert not list(tmp_path.iterdir())
-
-
-def test_preflight_without_a_launcher_names_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert not dist.is_initialized()
-    assert main([]) == 2
-    assert "torchrun --nproc_per_node=N -m torchtitan_scape.planner.preflight" in capsys.readouterr().err
+def test_invalid_arguments_exit_with_code_1_on_every_rank(arguments: list[str], pool2: Pool, tmp_path: Path) -> None:
+    call = ["--dump-folder", str(tmp_path / "run"), "--output", str(tmp_path / "links.json"), "--ranks-per-node", "2"]
+    assert pool2(run_main, [*call, *arguments]) == [1, 1]
+    assert not (tmp_path / "links.json").exists()

@@ -1,7 +1,4 @@
-"""Measurement of links and memory of the ranks that it runs on, for the cost model.
-
-    torchrun --nproc_per_node=2 -m torchtitan_scape.planner.preflight --output links.json
-    srun ... torchrun ... -m torchtitan_scape.planner.preflight --machine frontier --shard 8 --output links.json
+"""Measurement of links and memory of the ranks that it runs on, for the cost model. The doctor runs it.
 
 At every level that the replicas (and the shards) span, all groups all-reduce at the same time, as in training, over
 several sizes. time = messages * latency + bytes sent / bandwidth is fitted to the medians. Shared links and an
@@ -9,22 +6,17 @@ unfavorable placement affect the figures as they affect a training step.
 """
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.core.device_check import check_device
-from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.topology.groups import build_tier_groups
 from torchtitan_scape.topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
@@ -41,7 +33,7 @@ LARGE_RESIDUAL = 0.3  # relative; the planner's predictions can be wrong by as m
 def measure(
     layout: Layout, device: torch.device, sizes: Sequence[int] = SIZES, timeout: timedelta = timedelta(minutes=10)
 ) -> dict[str, Any]:
-    """Return the measurements that `main` stores, equal on all ranks. A collective call of the whole world.
+    """Return the content of a file of links, equal on all ranks. A collective call of the whole world.
 
     Args:
         sizes: Bytes of the FP32 tensors that are all-reduced.
@@ -178,27 +170,6 @@ def _times(run: Callable[[], Any], device: torch.device, calls: int) -> list[flo
     return times
 
 
-def store(result: dict[str, Any], path: Path) -> None:
-    """Writes the JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(result, indent=1) + "\n")
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['world_size']} ranks, {result['ranks_per_node']} a node, {result['backend']} on {result['device']}; "
-        f"memory {result['memory_bandwidth'] / 1e9:.3g} GB/s",
-        f"{'level':<10}{'ranks':>6}{'latency, us':>13}{'GB/s a rank':>13}{'worst residual, %':>19}",
-    ]
-    sizes = {point["level"]: point["size"] for point in result["measurements"]}
-    for name, link in result["levels"].items():
-        lines.append(
-            f"{name:<10}{sizes[name]:>6}{1e6 * link['latency']:>13.1f}{link['bandwidth'] / 1e9:>13.3g}"
-            f"{100 * link['residual']:>19.0f}"
-        )
-    return "\n".join([*lines, *residual_advice(result).values()])
-
-
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the ranks and messages to measure, which `layout_of` and `sizes_of` read."""
     add = parser.add_argument
@@ -240,37 +211,3 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     if len(sizes) < 2:
         raise ValueError(f"--largest {options.largest:g} MiB leaves {len(sizes)} sizes; take 1 or more")
     return sizes
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Under torchrun, or in a process group that is there already."""
-    parser = argparse.ArgumentParser(prog="torchtitan_scape.planner.preflight", description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("links.json"))
-    add_layout_options(parser)
-    options, device = parser.parse_args(arguments), own_device()
-    own = not dist.is_initialized()
-    try:
-        if own:
-            if "WORLD_SIZE" not in os.environ:
-                raise ValueError(
-                    "WORLD_SIZE is not set; start: torchrun --nproc_per_node=N -m torchtitan_scape.planner.preflight"
-                )
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        layout = layout_of(options, device)
-        if device.type == "cpu":
-            check_device(layout.machine.name)
-        result = measure(layout, device, sizes_of(options))
-        if dist.get_rank() == 0:
-            store(result, options.output)
-            print(table(result))
-    except ValueError as error:
-        print(f"torchtitan_scape.planner.preflight: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if own and dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
