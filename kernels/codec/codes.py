@@ -1,12 +1,11 @@
 """Block codes as a `topology.codecs.Codec`, in PyTorch or Triton."""
 
-from collections.abc import Sequence
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, STOCHASTIC, MessageSize
+from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, MessageSize
 
 _PASSES = {"torch": "reference", "triton": "triton_passes"}
 
@@ -51,23 +50,15 @@ class BlockCode:
             raise ValueError(f"{count} entries in blocks of {self.block_size}; pad them with zeros to whole blocks")
         return MessageSize(self.name, self.block_size, self.scale.itemsize)(count)
 
-    def encode(self, values: Tensor, error: Tensor | None = None, key: int | Sequence[int] | None = None) -> Tensor:
+    def encode(self, values: Tensor, error: Tensor | None = None) -> Tensor:
         """Encode FP32 (rows, m) as uint8 (rows, message_bytes(m)).
 
         Args:
             values: FP32 (rows, m); m is a multiple of `block_size`.
             error: FP32 (rows, m), becomes `values` minus the decoded values; it may be `values`.
-            key: 0 to 2^63 - 1, for unbiased stochastic rounding: random numbers depend on the key and on an entry's
-                position only, which counts through all rows, or from the start of a row if each has a key of its own.
-                None rounds to nearest.
-
-        Raises:
-            ValueError: A key for a code whose levels are not whole multiples of its scale.
         """
         self.message_bytes(values.shape[1])
-        if key is not None and self.name not in STOCHASTIC:
-            raise ValueError(f"{self.name!r} has no stochastic rounding; {' and '.join(STOCHASTIC)} have")
-        return self._passes.encode(self, values, error, key)
+        return self._passes.encode(self, values, error)
 
     def hadamard_(self, x: Tensor) -> None:
         """Multiply each 32 entries of x, FP32, contiguous, by the Hadamard matrix H / sqrt(32), in place.

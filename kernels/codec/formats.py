@@ -8,7 +8,6 @@ from dataclasses import dataclass
 ALIGNED_BYTES = 16
 BLOCK = 128  # entries that share scales
 HADAMARD_SIZE = 32  # entries of one Hadamard transform
-STOCHASTIC = ("int8", "int4")  # formats with stochastic rounding
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,8 @@ operations in a specified order, so every device produces the same bits.
 
 A block with a number that is not finite is decoded as NaN in all entries, so that NaN and Inf are never hidden by
 rounding. If a level times a scale, or the sum of a mean, exceeds the largest FP32 number, infinity is decoded.
-
-Random numbers of stochastic rounding are Philox4x32-10 (Salmon et al., SC 2011): a function of a key and of an entry's
-position, four entries per counter. A resumed run therefore rounds as the uninterrupted run.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -32,30 +28,22 @@ SPLIT = 1.5
 MAGNITUDES = {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "e3m0": (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)}
 # Integer dtype with one byte per code of a packed byte, by the bits of a code. The first code is the lowest byte.
 WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
-_MULTIPLIERS, _INCREMENTS, _LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF  # of Philox
 CHUNK = 1 << 17  # entries that stay in a CPU's cache together with all temporaries
 
 
-def encode(code: BlockCode, x: Tensor, error: Tensor | None, key: int | Sequence[int] | None = None) -> Tensor:
+def encode(code: BlockCode, x: Tensor, error: Tensor | None) -> Tensor:
     """Encode x, FP32 (rows, m), as uint8 (rows, message_bytes).
 
-    error: FP32 (rows, m), becomes x minus the decoded values. key: for stochastic rounding with `uniform`, of
-    all rows, or one for each row; None rounds to nearest.
+    error: FP32 (rows, m), becomes x minus the decoded values.
     """
     form, block, (rows, m) = code.form, code.block_size, x.shape
-    keys = row_keys(key, x.device)
     codes_end, scales_end = parts(code, m)
     blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
     packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)
     scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
     for part in chunks_of(blocks):
         scales[part] = scales_of(blocks[part], form, code.scale)
-        shift = None
-        if keys is not None:
-            shift = uniform_by_row(keys, m // block, part.start, blocks[part])
-        elif isinstance(key, int):
-            shift = uniform(key, part.start * block, blocks[part])
-        packed[part] = pack(codes_of(blocks[part], scales[part], form, shift), form).view(-1, packed.shape[1])
+        packed[part] = pack(codes_of(blocks[part], scales[part], form), form).view(-1, packed.shape[1])
         if errors is not None:
             torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=errors[part])
     messages = torch.zeros(rows, code.message_bytes(m), dtype=torch.uint8, device=x.device)
@@ -155,11 +143,8 @@ def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     return torch.where(largest.isfinite(), scales, torch.nan)
 
 
-def codes_of(blocks: Tensor, scales: Tensor, form: Format, shift: Tensor | None = None) -> Tensor:
-    """Return the code of every entry, uint8 (blocks, block).
-
-    shift: random numbers in [0, 1) for stochastic rounding; None rounds to nearest.
-    """
+def codes_of(blocks: Tensor, scales: Tensor, form: Format) -> Tensor:
+    """Return the code of every entry, uint8 (blocks, block)."""
     if form.largest is None:
         codes = torch.lt(blocks, 0.0, out=torch.empty_like(blocks))  # on a CPU far faster than with bool
         if form.name == "2bit":
@@ -169,9 +154,6 @@ def codes_of(blocks: Tensor, scales: Tensor, form: Format, shift: Tensor | None 
         return codes.to(torch.int8).view(torch.uint8)
     step = MAGNITUDES[form.name][1] / 2 if form.name in MAGNITUDES else 1.0
     ratio = blocks / torch.where(scales > 0, scales * step, torch.inf)
-    if shift is not None:
-        assert form.largest is not None
-        ratio.nan_to_num_(0.0).add_(shift).floor_().clamp_(-form.largest, form.largest)
     if form.name not in MAGNITUDES:  # no clamp: the scale was rounded up
         return ratio.round_().nan_to_num_(0.0).to(torch.int8).view(torch.uint8) & (2**form.bits - 1)
     # Ties are whole multiples of `step`. floor + ceil is even on a multiple, and odd between two.
@@ -278,62 +260,7 @@ def bits_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return bits if dtype == torch.float32 else (bits >> 16).to(torch.int16)
 
 
-# ---------------------------------------------------------------- random numbers and Hadamard transform
-
-
-def uniform(key: int, first: int, like: Tensor) -> Tensor:
-    """Return random numbers in [0, 1), multiples of 2^-24, FP32 of the shape of `like`.
-
-    first: position of the first entry. It and the number of entries are multiples of 4.
-    """
-    counters = torch.arange(first // 4, (first + like.numel()) // 4, dtype=torch.int64, device=like.device)
-    return _fractions(key, counters).view(like.shape)
-
-
-def row_keys(key: int | Sequence[int] | None, device: torch.device) -> Tensor | None:
-    """Return the keys of single rows, int64 (rows,); None if all rows have one key, or none."""
-    return to_device(torch.tensor(key, dtype=torch.int64, device="cpu"), device) if isinstance(key, Sequence) else None
-
-
-def uniform_by_row(keys: Tensor, blocks_per_row: int, first: int, like: Tensor) -> Tensor:
-    """Return the numbers of `uniform` for blocks of several rows, where positions count from the start of each row.
-
-    Args:
-        keys: Key of every row, int64 (rows,).
-        blocks_per_row: Blocks of a row.
-        first: First block, counted through all rows.
-        like: (blocks, entries of a block); the entries are a multiple of 4.
-    """
-    blocks = torch.arange(first, first + len(like), dtype=torch.int64, device=like.device)[:, None]
-    counters_per_block = like.shape[1] // 4
-    in_block = torch.arange(counters_per_block, dtype=torch.int64, device=like.device)
-    counters = blocks % blocks_per_row * counters_per_block + in_block
-    return _fractions(keys[blocks // blocks_per_row], counters).view(like.shape)
-
-
-def _fractions(key: int | Tensor, counters: Tensor) -> Tensor:
-    """Return the random numbers of the counters, FP32 (..., 4)."""
-    return (torch.stack(philox(key, counters), -1) >> 8).float() * 2.0**-24
-
-
-def philox(key: int | Tensor, counters: Tensor) -> list[Tensor]:
-    """Return the four 32-bit words of Philox4x32-10 for every counter, as int64.
-
-    key: 64 bits, or int64 that broadcasts to the counters.
-    """
-    words = [counters & _LOW, counters >> 32 & _LOW, torch.zeros_like(counters), torch.zeros_like(counters)]
-    keys = [key & _LOW, key >> 32 & _LOW]
-    for _ in range(10):
-        # The 64-bit products may overflow; their bits are correct.
-        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
-        words = [
-            (second >> 32 & _LOW) ^ words[1] ^ keys[0],
-            second & _LOW,
-            (first >> 32 & _LOW) ^ words[3] ^ keys[1],
-            first & _LOW,
-        ]
-        keys = [(word + increment) & _LOW for word, increment in zip(keys, _INCREMENTS, strict=True)]
-    return words
+# -------------------------------------------------------------------------------- Hadamard transform
 
 
 def hadamard_(x: Tensor) -> None:

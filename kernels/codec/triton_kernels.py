@@ -147,11 +147,8 @@ def scales_of(x, FORM: tl.constexpr, BFLOAT16: tl.constexpr):
 
 
 @triton.jit
-def codes_of(x, low, high, shift, FORM: tl.constexpr):
-    """Return the code of every entry, int32 [ROWS, WORDS, EACH].
-
-    shift: random numbers in [0, 1) for stochastic rounding, of the shape of x; None rounds to nearest.
-    """
+def codes_of(x, low, high, FORM: tl.constexpr):
+    """Return the code of every entry, int32 [ROWS, WORDS, EACH]."""
     MASK: tl.constexpr = (1 << bits_of(FORM)) - 1
     negative = (x < 0).to(tl.int32)
     if largest_of(FORM) is None:
@@ -167,9 +164,6 @@ def codes_of(x, low, high, shift, FORM: tl.constexpr):
             for i in tl.static_range(7):  # ties are rounded to the even code
                 above = tl.abs(ratio) > tie_of(FORM, i) if i % 2 == 0 else tl.abs(ratio) >= tie_of(FORM, i)
                 codes += above.to(tl.int32)
-        elif shift is not None:
-            level = tl.minimum(tl.maximum(tl.floor(ratio + shift), -largest_of(FORM)), largest_of(FORM))
-            codes = level.to(tl.int32) & MASK
         else:
             # No clamp: the scale was rounded up.
             codes = ((ratio + _ROUND_OFFSET).to(tl.int32, bitcast=True) - _ROUND_OFFSET_BITS) & MASK
@@ -236,22 +230,6 @@ def inside_of(tile, EACH: tl.constexpr, ITEMS: tl.constexpr):
 
 
 @triton.jit
-def uniform(key, first, like):
-    """Return FP32 of the shape [ROWS, WORDS, EACH] of `like`, as `rounding.uniform`.
-
-    first: position of the first entry, int64.
-    """
-    FOURS: tl.constexpr = like.shape[2] // 4
-    row, word = tl.arange(0, like.shape[0])[:, None, None], tl.arange(0, like.shape[1])[None, :, None]
-    counter = first // 4 + (row * like.shape[1] + word) * FOURS + tl.arange(0, FOURS)[None, None, :]
-    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-    zero = tl.zeros_like(low)
-    first_word, second, third, fourth = tl.philox(key, low, high, zero, zero)
-    words = tl.join(tl.join(first_word, third), tl.join(second, fourth))
-    return (tl.reshape(words, like.shape) >> 8).to(tl.float32) * 5.9604644775390625e-08
-
-
-@triton.jit
 def store_codes(messages, tile, codes, low, high, inside, CODE: tl.constexpr):
     """Store codes, int32 [ROWS, WORDS, EACH], and scales, FP32 [ROWS], of the blocks of a message that are `inside`."""
     WORDS: tl.constexpr = codes.shape[1]
@@ -268,14 +246,14 @@ def store_codes(messages, tile, codes, low, high, inside, CODE: tl.constexpr):
 
 
 @triton.jit
-def encode_tile(value, shift, errors, messages, tile, inside, CODE: tl.constexpr, HAS_ERROR: tl.constexpr):
+def encode_tile(value, errors, messages, tile, inside, CODE: tl.constexpr, HAS_ERROR: tl.constexpr):
     """Encode FP32 [ROWS, WORDS, EACH], the blocks of a message that are `inside`, and store codes and scales.
 
-    shift: see `codes_of`. errors: pointers, for the quantization errors if HAS_ERROR.
+    errors: pointers, for the quantization errors if HAS_ERROR.
     """
     FORM: tl.constexpr = CODE[0]
     low, high = scales_of(value, FORM, tl.int16 == CODE[1])
-    codes = codes_of(value, low, high, shift, FORM)
+    codes = codes_of(value, low, high, FORM)
     if HAS_ERROR:
         difference = value - values_of(codes, low[:, None, None], high[:, None, None], FORM)
         tl.store(errors, difference, mask=inside[:, None, None])
@@ -294,13 +272,11 @@ def entries_of(tile, CODE: tl.constexpr):
     return word[:, :, None] * EACH + tl.arange(0, EACH)[None, None, :], inside
 
 
-@triton.jit(do_not_specialize=["key", "blocks", "size"])
+@triton.jit(do_not_specialize=["blocks", "size"])
 def encode_kernel(
     x,
     encoded,
     error,
-    keys,
-    key,
     blocks,
     size,
     FORM: tl.constexpr,
@@ -308,13 +284,10 @@ def encode_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ERROR: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROW_KEYS: tl.constexpr,
 ):
     """Encode rows of x as messages of `blocks` blocks and `size` * 16 bytes.
 
-    HAS_ERROR: write x minus the decoded values to `error`. STOCHASTIC: round stochastically, by `key`, or by one of
-    `keys` for each row if ROW_KEYS.
+    HAS_ERROR: write x minus the decoded values to `error`.
     """
     CODE: tl.constexpr = (FORM, SCALE, BLOCK, ROWS)
     tile = tile_of(blocks, size, ROWS)
@@ -322,11 +295,8 @@ def encode_kernel(
     entry, inside = entries_of(tile, CODE)
     start = (message * blocks + first) * BLOCK
     value = tl.load(x + start + entry, mask=inside[:, None, None], other=0.0)
-    shift = None
-    if STOCHASTIC:
-        shift = uniform(tl.load(keys + message), first * BLOCK, value) if ROW_KEYS else uniform(key, start, value)
     errors = error + start + entry
-    encode_tile(value, shift, errors, encoded, tile, inside, CODE, HAS_ERROR)
+    encode_tile(value, errors, encoded, tile, inside, CODE, HAS_ERROR)
 
 
 @triton.jit
@@ -468,7 +438,7 @@ def encode_mean_kernel(
     value, errors = tl.reshape(total, entry.shape), error + tile[1] * BLOCK + entry
     if ADDS_ERROR:
         value += tl.load(errors, mask=inside[:, None, None], other=0.0)
-    encode_tile(value, None, errors, out, tile, inside, CODE, HAS_ERROR)
+    encode_tile(value, errors, out, tile, inside, CODE, HAS_ERROR)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -10,23 +10,20 @@ from torch import Tensor
 from torchtitan_scape.kernels.codec import triton_kernels
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE
-from torchtitan_scape.kernels.codec.reference import row_keys
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import aligned
 
 _TILE = 2048  # entries of a tile; at least one block
 
 
-def encode(code: BlockCode, x: Tensor, error: Tensor | None, key: int | Sequence[int] | None = None) -> Tensor:
+def encode(code: BlockCode, x: Tensor, error: Tensor | None) -> Tensor:
     """Encode as `reference.encode`; tensors are contiguous."""
     assert x.is_contiguous() and (error is None or error.is_contiguous())
     rows, m = x.shape
     messages = torch.empty(rows, code.message_bytes(m), dtype=torch.uint8, device=x.device)
-    one, keys = key if isinstance(key, int) else 1 << 62, row_keys(key, x.device)
-    tensors = x, messages, x if error is None else error, x if keys is None else keys
-    flags = dict(HAS_ERROR=error is not None, STOCHASTIC=key is not None, ROW_KEYS=keys is not None)
-    sizes = one, m // code.block_size, messages.shape[1] // 16
-    _launch(code, triton_kernels.encode_kernel, rows, tensors, sizes, **flags)
+    tensors = x, messages, x if error is None else error
+    sizes = m // code.block_size, messages.shape[1] // 16
+    _launch(code, triton_kernels.encode_kernel, rows, tensors, sizes, HAS_ERROR=error is not None)
     return messages
 
 

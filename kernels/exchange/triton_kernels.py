@@ -181,7 +181,7 @@ def encode_kernel(
         tl.store(owned_error + owned_at, divided, mask=inside & owned)
         value += tl.where(owned, 0.0, error)
     low, high = scales_of(value, FORM, tl.int16 == SCALE)
-    codes = codes_of(value, low, high, None, FORM)
+    codes = codes_of(value, low, high, FORM)
     if STORES_ERROR:
         sent = values_of(codes, low[:, None, None], high[:, None, None], FORM)
         error = rounded(first + sent, DTYPE).to(tl.float32) - second if SUBTRACTS else value - sent

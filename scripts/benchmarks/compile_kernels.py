@@ -35,7 +35,7 @@ from torchtitan_scape.kernels.backends import (
     tagc_passes,
     topk_passes,
 )
-from torchtitan_scape.kernels.codec.formats import FORMATS, STOCHASTIC
+from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable
 from torchtitan_scape.kernels.common.rates import Rates
@@ -253,8 +253,7 @@ def _dense_step(dtype: torch.dtype) -> None:
 def _codec_step(name: str, block: int, scale: torch.dtype) -> None:
     code, x = block_code("triton", name, block, scale), torch.zeros(2, 4 * block)
     messages = code.encode(x, torch.empty_like(x))
-    if name in STOCHASTIC:
-        code.encode(x, key=1 << 62)
+    if name == "int4":
         code.hadamard_(x)
     code.decode(messages, x)
     code.decode_and_sum(messages, x[0])

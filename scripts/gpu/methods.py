@@ -122,9 +122,7 @@ CASES: dict[str, Case] = {
     "dense, sharded": Case(shard=2),
     "dense, sharded, overlap": Case(shard=2, overlap=True),
     "[sharding] int8": Case(shard=2, sharding=INT8),
-    "[sharding] int8, int4, stochastic": Case(
-        shard=4, sharding=INT8 | {"gradients_code": "int4", "rounding": "stochastic"}
-    ),
+    "[sharding] int8, int4": Case(shard=4, sharding=INT8 | {"gradients_code": "int4"}),
     "[sharding.levels] int8": Case(shard=2, levels=True, sharding=INT8),
     "[sharding] tagc": Case(
         shard=4, sharding={"gradients_code": "tagc", "tagc": TagcShardingOptions(min_entries=1024)}
@@ -169,19 +167,23 @@ def build(case: Case, layout: Layout, hierarchical: bool, device: torch.device) 
             fully_shard(module, mesh=mesh)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    own: dict[str, Any] = dict(kernels=choose_backend("auto", device), seed=0)
+    kernels = choose_backend("auto", device)
     replicas, optimized, levels, sharding = replica_groups(layout, hierarchical=hierarchical), model, None, None
     if case.levels:
         options = ShardingOptions(levels=LevelsOptions(case.shard, layout.shard), **case.sharding)
         level_groups = build_level_groups(layout, case.shard, TIMEOUT)
-        levels = build_levels(model, options, layout, level_groups, TrafficLedger(), sums=True, bf16=False, **own)
+        levels = build_levels(
+            model, options, layout, level_groups, TrafficLedger(), sums=True, bf16=False, kernels=kernels
+        )
         # Gradients are summed over nodes by the levels.
         replicas, optimized = ReplicaGroups(None, level_groups.world, layout), holder_of(levels.parameters)
         sharding = levels.sharding
     elif case.sharding:
         options = ShardingOptions(**case.sharding)
         options.check(layout)
-        sharding = build_sharding(model, options, groups_for(options, layout, TIMEOUT), TrafficLedger(), **own)
+        sharding = build_sharding(
+            model, options, groups_for(options, layout, TIMEOUT), TrafficLedger(), kernels=kernels
+        )
     optimizer = replicate(
         optimized,
         partial(OPTIMIZERS[case.optimizer], lr=1e-2),
@@ -213,7 +215,7 @@ def train(case: Case, layout: Layout, hierarchical: bool, device: torch.device) 
             optimizer.request_full_exchange()
         for number in range(MICRO_BATCHES):
             last = number + 1 == MICRO_BATCHES
-            optimizer.sharding.before_micro_batch(step, number, last)
+            optimizer.sharding.before_micro_batch(number, last)
             if last:
                 optimizer.prepare_last_backward()
             x = torch.randn(BATCH, WIDTH, generator=generator).to(device)

@@ -26,7 +26,7 @@ from tests.kernels.checks import (
     check_skipped,
     check_step,
 )
-from tests.kernels.codec.checks import check_follows, check_rounding_follows, rows_of
+from tests.kernels.codec.checks import check_follows, check_sums_and_hadamard_follow, rows_of
 from tests.kernels.dense_checks import RULES, check_muon, check_norms, check_update
 from tests.kernels.exchange_checks import adam, quantized, quantized_update, radius, sparta
 from tests.replicas import ThreadCollectives, run_replicas
@@ -115,9 +115,9 @@ def test_block_codes_equal_the_reference(name: str, block: int, scale: torch.dty
     assert torch.equal(twin.encode(x), kernel.encode(x.to(DEVICE)).cpu())
 
 
-def test_stochastic_rounding_and_hadamard_equal_the_reference() -> None:
+def test_sums_and_hadamard_equal_the_reference() -> None:
     for name, block in (("int8", 256), ("int4", 128)):
-        check_rounding_follows(name, block, 3, BLOCKS, DEVICE)
+        check_sums_and_hadamard_follow(name, block, 3, BLOCKS, DEVICE)
 
 
 def draw(step: int, replica: int, parameters: list[nn.Parameter]) -> None:

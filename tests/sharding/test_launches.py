@@ -50,7 +50,7 @@ def groups_of(ranks: int, hops: int) -> list[RankGroup]:
     return [RankGroup("node", 2, 0), RankGroup("network", max(2, ranks // 2), 0)]
 
 
-def hook_of(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, options: dict[str, Any]) -> Any:
+def hook_of(kind: str, ranks: int, hops: int, backend: str, options: dict[str, Any]) -> Any:
     flat, ledger, position = layer(ranks), SimpleNamespace(), TrainPosition()
     code, groups = block_code(backend, "int4", 256), groups_of(ranks, hops)
     rows = RowCodec(flat.gathered, code)
@@ -61,17 +61,17 @@ def hook_of(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, op
             flat, groups[0], rows, RankGroup("node", 2, 0), ledger, WeightsCache(WeightsVersion())
         )  # type: ignore[arg-type]
     if kind == "reduce":
-        return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger, position if stochastic else None)  # type: ignore[arg-type]
+        return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger)  # type: ignore[arg-type]
     if kind == "slices":
         sizes, coded = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
         layout = RowLayout(sizes, coded, 256, pairs=ranks // 2, nodes=2)
         pairs = [(RankGroup("node", ranks, 0), code)]
-        return SliceReduceScatter(flat, layout, 2, pairs, ledger, META, code, position)  # type: ignore[arg-type]
+        return SliceReduceScatter(flat, layout, 2, pairs, ledger, META, code)  # type: ignore[arg-type]
     assert kind == "tagc"
     return TagcReduce(flat, groups[0], TagcShardingOptions(**options), ledger, position, backend, META)  # type: ignore[arg-type]
 
 
-def launches(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, options: dict[str, Any]) -> int:
+def launches(kind: str, ranks: int, hops: int, backend: str, options: dict[str, Any]) -> int:
     """Return the launches of one gather or reduce on a GPU."""
     counter = StepCounter()
 
@@ -84,7 +84,7 @@ def launches(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, o
             stack.enter_context(replaced(shard_collectives, name, exchange))
         stack.enter_context(replaced(dist, "get_backend", lambda *_: "nccl"))
         stack.enter_context(replaced(dist, "get_rank", lambda *_: 0))
-        hook = hook_of(kind, ranks, hops, backend, stochastic, options)
+        hook = hook_of(kind, ranks, hops, backend, options)
         row, whole_ranks = entries(layer(ranks).reduced), 2 if kind == "slices" else ranks
         gathers = kind.endswith("gather")
         dtype = torch.bfloat16 if gathers else torch.float32
@@ -96,25 +96,24 @@ def launches(kind: str, ranks: int, hops: int, backend: str, stochastic: bool, o
     return counter.count.launches
 
 
-# Kind, hops, stochastic rounding, options of TAGC.
-CASES: list[tuple[str, int, bool, dict[str, Any]]] = [
-    ("gather", 1, False, {}),
-    ("gather", 2, False, {}),
-    ("secondary gather", 1, False, {}),
-    ("reduce", 1, False, {}),
-    ("reduce", 1, True, {}),
-    ("reduce", 2, True, {}),
-    ("slices", 1, True, {}),
-    ("tagc", 1, False, {}),  # offsets for two ranks, and bitmaps for more
-    ("tagc", 1, False, {"sparsity": 0.5}),  # bitmaps
+# Kind, hops, options of TAGC.
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("gather", 1, {}),
+    ("gather", 2, {}),
+    ("secondary gather", 1, {}),
+    ("reduce", 1, {}),
+    ("reduce", 2, {}),
+    ("slices", 1, {}),
+    ("tagc", 1, {}),  # offsets for two ranks, and bitmaps for more
+    ("tagc", 1, {"sparsity": 0.5}),  # bitmaps
 ]
 
 
-@pytest.mark.parametrize(("kind", "hops", "stochastic", "options"), CASES)
-def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int, stochastic: bool, options: dict[str, Any]) -> None:
-    """At most 40 for a layer with nine parameters. With stochastic rounding every message has its own key."""
+@pytest.mark.parametrize(("kind", "hops", "options"), CASES)
+def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int, options: dict[str, Any]) -> None:
+    """At most 40 for a layer with nine parameters."""
     ranks = [ranks for ranks in RANKS if ranks >= 2 * hops]
-    found = [launches(kind, number, hops, "triton", stochastic, options) for number in ranks]
+    found = [launches(kind, number, hops, "triton", options) for number in ranks]
     assert max(found) <= MOST, found
     # TAGC combines the bitmaps of all ranks by halves.
     assert found[-1] - found[0] <= (5 if kind == "tagc" else 4), found
@@ -131,10 +130,10 @@ def cpu_operators(ranks: int) -> list[int]:
         lambda: rows.unpack(messages, values),
         lambda: rows.decode_and_sum(messages),
     ):
-        rows.encode(rows.split(values), messages, [7 + rank for rank in range(ranks)])
+        rows.encode(rows.split(values), messages)
         counter = StepCounter("cpu")
         with counter:
-            rows.encode(rows.split(values), messages, [7 + rank for rank in range(ranks)])
+            rows.encode(rows.split(values), messages)
             work()
         counts.append(counter.count.operators)
     return counts

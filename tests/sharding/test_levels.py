@@ -75,7 +75,7 @@ class Run:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self.levels = build_levels(
-            self.model, self.options, layout, groups, self.traffic, sums=True, bf16=bf16, kernels="torch", seed=0
+            self.model, self.options, layout, groups, self.traffic, sums=True, bf16=bf16, kernels="torch"
         )
         self.optimizer = make_adamw(p for _, p in self.levels.parameters)
 
@@ -85,7 +85,7 @@ class Run:
         """
         rank, total = dist.get_rank(), 0.0
         for micro_batch in range(MICRO_BATCHES):
-            self.levels.sharding.before_micro_batch(number + 1, micro_batch, micro_batch == MICRO_BATCHES - 1)
+            self.levels.sharding.before_micro_batch(micro_batch, micro_batch == MICRO_BATCHES - 1)
             loss = loss_of(self.model, rank, number, micro_batch)
             loss.backward()
             assert all(p.grad is None for p in self.model.parameters())
@@ -175,7 +175,7 @@ def test_weights_stay_within_a_level_of_their_masters(pool4: Pool) -> None:
 def _sums(degrees: tuple[int, int]) -> list[tuple[Tensor, Tensor, int]]:
     """Return per group this node's contribution, this rank's result, and the quantized entries of a slice."""
     run = Run(*degrees, sum_code="int8")
-    run.levels.sharding.before_micro_batch(1, 0, True)
+    run.levels.sharding.before_micro_batch(0, True)
     loss_of(run.model, dist.get_rank(), 0, 0).backward()
     own = [group.reduce.buffer.clone() for group in run.levels.groups]
     run.levels.before_step()
@@ -201,7 +201,7 @@ def test_a_quantized_sum_is_within_half_a_level_per_node(pool4: Pool) -> None:
             assert (error <= sum(largest) / 254 * 1.001).all() and error.max() > 0
 
 
-CODED = {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"}
+CODED = {"weights_code": "int8", "gradients_code": "int4"}
 
 
 def _losses(options: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[tuple[float, list[Tensor]]]:

@@ -42,7 +42,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    made = build_levels(model, chosen, layout, groups, traffic, sums=sums, bf16=False, kernels="torch", seed=0)
+    made = build_levels(model, chosen, layout, groups, traffic, sums=sums, bf16=False, kernels="torch")
     for _ in range(MICRO_BATCHES):
         model(torch.randn(2, 128)).square().sum().backward()
     micro_batch = {(level, kind): sent for (_, level, kind), sent in traffic.sent.items()}

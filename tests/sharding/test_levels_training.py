@@ -123,7 +123,7 @@ SAVING = [
     "--checkpoint.interval=3",
     "--checkpoint.no-last-save-model-only",
 ]
-CODED = {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"}
+CODED = {"weights_code": "int8", "gradients_code": "int4"}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def play(micro_batches: int, nan_at: int = 0, whole_at: int = 0, **options: Any)
         if step == whole_at:
             hook.request_full_exchange()
         for number in range(micro_batches):
-            position.step, position.micro_batch, position.last = step, number, number + 1 == micro_batches
+            position.micro_batch, position.last = number, number + 1 == micro_batches
             flat, row = flats(step, number, rank), torch.empty(entries(ROW))
             if step == nan_at and rank == 1:
                 flat[2, 7] = torch.nan

@@ -1,7 +1,5 @@
 """ZeRO++ against its literal form; equality of weights on all ranks; lifetime of the secondary copy."""
 
-import hashlib
-import struct
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +12,7 @@ from tests.pool import Pool
 from tests.sharding import literal
 from tests.sharding.test_raw import equal
 from tests.sharding.toy import make, param_group, record_gathers, train
-from torchtitan_scape.sharding.base import TrainPosition, WeightsVersion, entries, param_groups_of
+from torchtitan_scape.sharding.base import WeightsVersion, entries, param_groups_of
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.options import ShardingOptions
 
@@ -130,20 +128,6 @@ def test_a_stale_secondary_copy_changes_the_losses(pool2: Pool) -> None:
     assert pool2(without_version_updates) == [False, False]
 
 
-def stochastic_runs_repeat() -> None:
-    options: dict[str, Any] = {**NODES, "rounding": "stochastic"}
-    whole = train(make(2, ShardingOptions(**options)), steps=3)
-    resumed = train(make(2, ShardingOptions(**options)), steps=1)
-    resumed = train(resumed, steps=2, first=2)
-    assert equal(whole, resumed)
-    nearest = train(make(2, ShardingOptions(**NODES)), steps=3)
-    assert not equal(whole, nearest)
-
-
-def test_stochastic_rounding_follows_the_step(pool4: Pool) -> None:
-    pool4(stochastic_runs_repeat)
-
-
 def bfloat16_is_gathered() -> None:
     dense = train(make(2, ShardingOptions(), param_dtype=torch.bfloat16))
     raw = train(
@@ -163,7 +147,7 @@ def losses() -> dict[str, float]:
     variants: dict[str, dict[str, Any]] = {
         "dense": {},
         "int8": {"weights_code": "int8", "gradients_code": "int8"},
-        "int4": {"weights_code": "int8", "gradients_code": "int4", "rounding": "stochastic"},
+        "int4": {"weights_code": "int8", "gradients_code": "int4"},
     }
     found = {}
     for name, options in variants.items():
@@ -178,12 +162,3 @@ def test_losses_follow_the_dense_ones(pool2: Pool) -> None:
     found = pool2(losses)[0]
     for name in ("int8", "int4"):
         assert found[name] == pytest.approx(found["dense"], rel=0.01), name
-
-
-def test_the_key_of_a_message_is_a_hash_of_position_and_index() -> None:
-    """Other keys would change the rounding of a run that is resumed."""
-    position = TrainPosition(seed=42, step=7, micro_batch=1)
-    numbers = struct.pack("<7q", 42, 7, 1, 0, 3, 5, 2)
-    digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
-    keys = position.keys(0, 3, 5, count=4)
-    assert keys[2] == digest >> 2 | 1 << 62 == 8808928744562970177 and len(set(keys)) == 4

@@ -112,7 +112,7 @@ def make(
     options.check(layout)
     with patch.object(build, "_code", lambda *_: None) if raw else nullcontext():
         groups = build.groups_for(options, layout, timedelta(seconds=60))
-        sharding = build.build_sharding(model, options, groups, traffic, kernels="torch", seed=0)
+        sharding = build.build_sharding(model, options, groups, traffic, kernels="torch")
     return Run(model, sharding, traffic)
 
 
@@ -121,7 +121,7 @@ def train(run: Run, steps: int = 2, micro_batches: int = 2, first: int = 1, skip
     rank = dist.get_rank()
     for step in range(first, first + steps):
         for number in range(micro_batches):
-            run.sharding.before_micro_batch(step, number, number + 1 == micro_batches)
+            run.sharding.before_micro_batch(number, number + 1 == micro_batches)
             generator = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
             tokens = (torch.randint(0, ROWS, (2, 1), generator=generator) + 3 * torch.arange(6)) % ROWS
             logits = run.model(tokens[:, :-1])

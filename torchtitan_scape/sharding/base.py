@@ -7,8 +7,6 @@ hook after the backward pass of every micro-batch, on a separate stream. A hook 
 returns None, or returns a `Work` handle.
 """
 
-import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -137,33 +135,15 @@ def _row(parameters: Sequence[Any], names: dict[int, str]) -> tuple[ParameterSli
 
 @dataclass
 class TrainPosition:
-    """Position of training. It determines random keys, which a resumed run repeats, and identifies the last
-    micro-batch.
+    """Position within a step.
 
     Attributes:
-        seed: Seed of the run.
-        step: Number of the step, from 1.
-        micro_batch: Index of the micro-batch within the step, from 0.
+        micro_batch: Index of the micro-batch, from 0.
         last: Whether this is the last micro-batch of the step.
     """
 
-    seed: int = 0
-    step: int = 0
     micro_batch: int = 0
     last: bool = True
-
-    def keys(self, *others: int, count: int) -> list[int]:
-        """Return the keys of `count` messages, each with 62 random bits and bit 62 set.
-
-        They are derived from the position, from the numbers that identify the exchange, and from a message's index.
-        """
-        numbers = (self.seed, self.step, self.micro_batch, *others)
-        common, keys = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8), []
-        for index in range(count):
-            digest = common.copy()
-            digest.update(struct.pack("<q", index))
-            keys.append(int.from_bytes(digest.digest(), "little") >> 2 | 1 << 62)
-        return keys
 
 
 class CollectiveHook:
@@ -284,15 +264,13 @@ class Sharding:
         unsent: Residuals that hooks keep between steps.
     """
 
-    def __init__(
-        self, groups: ShardGroups | LevelGroups | None = None, traffic: TrafficLedger | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, groups: ShardGroups | LevelGroups | None = None, traffic: TrafficLedger | None = None) -> None:
         self.groups, self.ledger = groups, ShardLedger(traffic or TrafficLedger())
-        self.position, self.version, self.unsent = TrainPosition(seed), WeightsVersion(), ResidualStore()
+        self.position, self.version, self.unsent = TrainPosition(), WeightsVersion(), ResidualStore()
 
-    def before_micro_batch(self, step: int, micro_batch: int, last: bool) -> None:
+    def before_micro_batch(self, micro_batch: int, last: bool) -> None:
         """Update the training position. Call it before every forward pass of training."""
-        self.position.step, self.position.micro_batch, self.position.last = step, micro_batch, last
+        self.position.micro_batch, self.position.last = micro_batch, last
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the hooks' process groups."""

@@ -38,7 +38,7 @@ def groups_for(options: ShardingOptions, layout: Layout, timeout: timedelta) -> 
 
 
 def build_sharding(
-    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: TrafficLedger, *, kernels: str, seed: int
+    model: nn.Module, options: ShardingOptions, groups: ShardGroups, traffic: TrafficLedger, *, kernels: str
 ) -> Sharding:
     """Install the collective hooks on a model after `fully_shard`, before its first forward pass.
 
@@ -48,9 +48,8 @@ def build_sharding(
         groups: Process groups from `groups_for`.
         traffic: Byte ledger of the run.
         kernels: "triton" or "torch".
-        seed: Seed of stochastic rounding.
     """
-    sharding = Sharding(groups, traffic, seed)
+    sharding = Sharding(groups, traffic)
     ledger, device = sharding.ledger, local(next(model.parameters())).device
 
     def gather(flat: ShardedParamGroup) -> CollectiveHook:
@@ -69,8 +68,7 @@ def build_sharding(
         names = (*options.hop_codes, options.hop_codes[-1])[: len(groups.reductions)]
         codes = [_code(kernels, name, GRADIENTS_BLOCK) for name in names]
         rows = [RowCodec(flat.reduced, code, hadamard="int4" in options.hop_codes) for code in codes]
-        position = sharding.position if options.rounding == "stochastic" else None
-        return QuantizedReduceScatter(flat, groups.reductions, rows, ledger, position)
+        return QuantizedReduceScatter(flat, groups.reductions, rows, ledger)
 
     reductions = []
     for flat in param_groups_of(model):

@@ -214,7 +214,6 @@ def build_levels(
     sums: bool,
     bf16: bool,
     kernels: str,
-    seed: int,
 ) -> ThreeLevelState:
     """Install three-level sharding on a model after `fully_shard` over the w ranks and initialization.
 
@@ -229,12 +228,11 @@ def build_levels(
         sums: Sum gradients between nodes here, so that the optimizer receives row slices; else it receives node slices.
         bf16: FSDP2 stores weights in BF16, next to the FP32 masters.
         kernels: "triton" or "torch".
-        seed: Seed of stochastic rounding.
 
     Raises:
         ValueError: Rows cannot be divided evenly in BF16, or a parameter is frozen.
     """
-    parameters, sharding = {plain_name(n): p for n, p in model.named_parameters()}, Sharding(groups, traffic, seed)
+    parameters, sharding = {plain_name(n): p for n, p in model.named_parameters()}, Sharding(groups, traffic)
     _check_parameters(parameters, groups.weights.size, bf16)
     peers = ReplicaGroups(groups.weight_peers, groups.weights.process_group, options.levels.inner(layout))
     weight_peers = collectives_of(peers)
@@ -243,12 +241,11 @@ def build_levels(
     slice_index = groups.pairs.group_rank * nodes + (groups.nodes.group_rank if sums else 0)
     step_code, levels = block_code(kernels, "int8", STEP_BLOCK, torch.float32), options.levels
     sum_code, update_code = (step_code if name == "int8" else None for name in (levels.sum_code, levels.update_code))
-    position = sharding.position if options.rounding == "stochastic" else None
     device, hops, built = next(iter(parameters.values())).device, _hops(options, groups, kernels), []
     for flat in param_groups_of(model):
         row = flat.reduced
         rows = RowLayout([s.size for s in row], [s.dims > 1 for s in row], options.cut_block, groups.pairs.size, nodes)
-        reduce = SliceReduceScatter(flat, rows, groups.weights.size, hops, sharding.ledger, device, sum_code, position)
+        reduce = SliceReduceScatter(flat, rows, groups.weights.size, hops, sharding.ledger, device, sum_code)
         update = WeightAllGather(rows, over, update_code, _DTYPES[levels.update_code], sharding.ledger)
         own = [(s.name, parameters[s.name]) for s in row]
         built.append(LevelGroup(rows, own, slice_index, groups.weights.group_rank, reduce, update))

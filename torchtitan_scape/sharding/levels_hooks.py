@@ -9,9 +9,8 @@ contiguous, its quantized part first.
 Source: arXiv 2501.04266, Section V, for the three degrees; the slices are this project's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from torchtitan_scape.sharding.base import (
     CollectiveHook,
     ParameterSlice,
     ShardedParamGroup,
-    TrainPosition,
     WeightsCache,
 )
 from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
@@ -148,10 +146,10 @@ class SliceCodec(RowCodec):
         super().__init__([ParameterSlice("coded", 0, coded, 2), ParameterSlice("raw", coded, raw, 1)], code)
         self._sizes = coded, raw
 
-    def encode(self, parts: Parts, message: Tensor, key: Sequence[int] | None = None) -> None:
+    def encode(self, parts: Parts, message: Tensor) -> None:
         if self.code is None:  # Without a code the message has only a raw part.
             parts = parts[0][..., :0], torch.cat(parts, -1)
-        super().encode(parts, message, key)
+        super().encode(parts, message)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> Parts:
         return self._separate(super().decode(messages, dtype))
@@ -230,7 +228,6 @@ class SliceReduceScatter(CollectiveHook):
         ledger: Byte ledger.
         device: Device of the buffer.
         node_code: Code of the sum between nodes; None for FP32.
-        position: Source of the keys of stochastic rounding; None rounds to nearest.
         buffer: FP32 (N, slice_size). Zero it after every step, including a skipped one, because it may contain NaN.
     """
 
@@ -241,7 +238,6 @@ class SliceReduceScatter(CollectiveHook):
     ledger: ShardLedger
     device: torch.device
     node_code: BlockCode | None = None
-    position: TrainPosition | None = None
     buffer: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -281,8 +277,7 @@ class SliceReduceScatter(CollectiveHook):
         if nodes.size == 1:
             return self.buffer[0]
         coded, raw = self.layout.parts(self.buffer)
-        keys = self._keys(len(self._hops))
-        result = hop((coded[:, None], raw[:, None]), nodes, self._node_codec, self.ledger, keys)
+        result = hop((coded[:, None], raw[:, None]), nodes, self._node_codec, self.ledger)
         if dist.get_backend() == "fake":
             return self.buffer[nodes.group_rank]  # The received bytes are not valid messages.
         return torch.cat(result, -1)[0]
@@ -292,20 +287,15 @@ class SliceReduceScatter(CollectiveHook):
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._hadamard is not None:
             self._hadamard.hadamard_(coded)
-        for number, (rank_group, rows) in enumerate(self._hops):
+        for rank_group, rows in self._hops:
             parts = _by_rank(coded, rank_group)[:, None], _by_rank(raw, rank_group)[:, None]
-            coded, raw = hop(parts, rank_group, rows, self.ledger, self._keys(number))
+            coded, raw = hop(parts, rank_group, rows, self.ledger)
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
         if self._hadamard is not None:
             self._hadamard.hadamard_(coded)
         for target, values in zip(layout.parts(self.buffer), (coded, raw), strict=True):
             target += values.reshape(target.shape)
-
-    def _keys(self, number: int) -> Callable[..., list[int]] | None:
-        if self.position is None:
-            return None
-        return partial(self.position.keys, number, dist.get_rank(), self.flat.number)
 
 
 def _by_rank(rows: Tensor, rank_group: RankGroup) -> Tensor:

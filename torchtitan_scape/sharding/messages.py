@@ -5,7 +5,7 @@ A message contains the block codes of all quantized slices, then their scales, t
 whole blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -91,15 +91,12 @@ class RowCodec:
         self.encode(self.split(row), message)
         return message
 
-    def encode(self, parts: Parts, message: Tensor, key: Sequence[int] | None = None) -> None:
-        """Encode the parts into `message`, uint8 (..., message_bytes(dtype of the raw part)).
-
-        key: Key of stochastic rounding of every row; None rounds to nearest.
-        """
+    def encode(self, parts: Parts, message: Tensor) -> None:
+        """Encode the parts into `message`, uint8 (..., message_bytes(dtype of the raw part))."""
         coded, raw = parts
         at = self._coded_bytes
         if self.code is not None and coded.numel():
-            encoded = self.code.encode(coded.reshape(-1, self.coded_entries), key=key)
+            encoded = self.code.encode(coded.reshape(-1, self.coded_entries))
             message[..., :at] = encoded.view(message[..., :at].shape)
         end = at + raw.shape[-1] * raw.itemsize
         if raw.numel():
@@ -140,13 +137,7 @@ class RowCodec:
             self.code.hadamard_(coded)
 
 
-def hop(
-    parts: Parts,
-    rank_group: RankGroup,
-    rows: RowCodec,
-    ledger: ShardLedger,
-    keys: Callable[..., list[int]] | None = None,
-) -> Parts:
+def hop(parts: Parts, rank_group: RankGroup, rows: RowCodec, ledger: ShardLedger) -> Parts:
     """Exchange gradients over one rank group and return the sums of the rows addressed to this rank, in rank order.
 
     Args:
@@ -154,7 +145,6 @@ def hop(
         rank_group: The rank group.
         rows: Codec of the messages. Codes are never summed.
         ledger: Byte ledger.
-        keys: Returns the keys of stochastic rounding of `count` messages; None rounds to nearest.
 
     Returns:
         The parts of the sums, (index of the row, entries).
@@ -162,7 +152,7 @@ def hop(
     ranks, count = parts[0].shape[:2]
     size = rows.message_bytes(torch.float32)
     messages = torch.empty(ranks, count, size, dtype=torch.uint8, device=parts[0].device)
-    rows.encode(parts, messages, None if keys is None else keys(count=ranks * count))
+    rows.encode(parts, messages)
     received = torch.empty_like(messages)
     shard_collectives.all_to_all(received.view(ranks, -1), messages.view(ranks, -1), rank_group, ledger, GRADIENTS)
     return rows.decode_and_sum(received)

@@ -37,10 +37,6 @@ class ShardingOptions(Options):
     order (qgZ); "int8+int4" uses 8 bits within the node and 4 bits between nodes; "tagc" sends the largest entries and
     keeps the rest as a residual"""
 
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of gradients. Stochastic rounding is unbiased, has 1.4 to 1.6 times the error, and is reproduced by a
-    resumed run"""
-
     tagc: TagcShardingOptions = field(default_factory=TagcShardingOptions)
 
     levels: LevelsOptions = field(default_factory=LevelsOptions)

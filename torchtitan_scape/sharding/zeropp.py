@@ -11,9 +11,8 @@ qgZ: the reduce-scatter is an all-to-all of messages, decoded and summed in rank
 nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.sharding.base import WEIGHTS, CollectiveHook, ShardedParamGroup, TrainPosition, WeightsCache
+from torchtitan_scape.sharding.base import WEIGHTS, CollectiveHook, ShardedParamGroup, WeightsCache
 from torchtitan_scape.sharding.messages import RowCodec, hop
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.rank_group import RankGroup
@@ -81,14 +80,12 @@ class QuantizedReduceScatter(CollectiveHook):
         rank_groups: Rank groups of the hops, innermost first.
         rows: Codec of each hop; all have the same layout.
         ledger: Byte ledger.
-        position: Source of the keys of stochastic rounding; None rounds to nearest.
     """
 
     flat: ShardedParamGroup
     rank_groups: Sequence[RankGroup]
     rows: Sequence[RowCodec]
     ledger: ShardLedger
-    position: TrainPosition | None = None
 
     @torch.no_grad()
     def __call__(
@@ -99,15 +96,10 @@ class QuantizedReduceScatter(CollectiveHook):
         flat, inner = input_tensor.float().view(ranks, -1), self.rank_groups[0].size
         # This rank also sums the rows for the ranks with the same position in the other nodes, and sends them in hop 2.
         by_rank = flat.view(-1, inner, flat.shape[1]).transpose(0, 1)
-        coded, raw = hop(self.rows[0].split(by_rank), self.rank_groups[0], self.rows[0], self.ledger, self._keys(0))
+        coded, raw = hop(self.rows[0].split(by_rank), self.rank_groups[0], self.rows[0], self.ledger)
         for rank_group, rows in zip(self.rank_groups[1:], self.rows[1:], strict=True):
-            coded, raw = hop((coded[:, None], raw[:, None]), rank_group, rows, self.ledger, self._keys(1))
+            coded, raw = hop((coded[:, None], raw[:, None]), rank_group, rows, self.ledger)
         if dist.get_backend(group) == "fake":
             output_tensor.zero_()
             return
         self.rows[0].assemble((coded[0], raw[0]), output_tensor)
-
-    def _keys(self, number: int) -> Callable[..., list[int]] | None:
-        if self.position is None:
-            return None
-        return partial(self.position.keys, number, dist.get_rank(), self.flat.number)

@@ -98,20 +98,26 @@ def build_optimizers(
         groups = ReplicaGroups(None, level_groups.world, groups.layout)
     assert groups.layout is not None
     replicas = _replicas(groups, simulated, entry.is_linear)
-    made: dict[str, Any] = dict(
-        kernels=choose_backend(sync.kernels, next(model.parameters()).device), seed=job_config.debug.seed or 0
-    )
+    kernels = choose_backend(sync.kernels, next(model.parameters()).device)
     levels = count = None
     if level_groups is None:
         shard_groups = parallel_dims.shard_groups
         assert shard_groups is not None
-        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, **made)
+        sharding = build_sharding(model, job_config.sharding, shard_groups, replicas.all.ledger, kernels=kernels)
         # Real replicas would each send this traffic: count it once per replica that this update stands for.
         copies = simulated // (len(replicas.endpoints) if entry.options.per_replica_weights else 1)
         count = partial(_count, shard_groups.whole, sharding.ledger, copies)
     else:
-        made |= dict(sums=entry.is_linear, bf16=job_config.training.mixed_precision_param == "bfloat16")
-        levels = build_levels(model, job_config.sharding, groups.layout, level_groups, replicas.all.ledger, **made)
+        levels = build_levels(
+            model,
+            job_config.sharding,
+            groups.layout,
+            level_groups,
+            replicas.all.ledger,
+            sums=entry.is_linear,
+            bf16=job_config.training.mixed_precision_param == "bfloat16",
+            kernels=kernels,
+        )
         model, sharding = holder_of(levels.parameters), levels.sharding
     options = options_of(sync)
     shapes = [tuple(local(p).shape) for p in model.parameters() if p.requires_grad]

@@ -240,7 +240,7 @@ class ScapeTrainer(Trainer):
         number = self._micro_batches % self.gradient_accumulation_steps
         self._micro_batches += 1
         last = number + 1 == self.gradient_accumulation_steps
-        self.replica_optimizer.sharding.before_micro_batch(self.step, number, last)
+        self.replica_optimizer.sharding.before_micro_batch(number, last)
         if last:
             self.replica_optimizer.prepare_last_backward()
         with self.replica_optimizer.timer.phase("forward_backward"):

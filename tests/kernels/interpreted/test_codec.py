@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by tests/kernels/test_triton.py, with TRITON_INTERPRET=1", allow_module_level=True)
 
-from tests.kernels.codec.checks import check_follows, check_rounding_follows
+from tests.kernels.codec.checks import check_follows, check_sums_and_hadamard_follow
 from tests.marks import covering
 from torchtitan_scape.kernels.codec.formats import FORMATS
 
@@ -35,5 +35,5 @@ def test_kernels_equal_pytorch(name: str, block: int, scale: torch.dtype, rows: 
 
 
 @pytest.mark.parametrize(("name", "block", "rows", "blocks"), [("int8", 256, 2, 9), ("int4", 32, 3, 65)])
-def test_stochastic_rounding_and_hadamard_equal_pytorch(name: str, block: int, rows: int, blocks: int) -> None:
-    check_rounding_follows(name, block, rows, blocks)
+def test_sums_and_hadamard_equal_pytorch(name: str, block: int, rows: int, blocks: int) -> None:
+    check_sums_and_hadamard_follow(name, block, rows, blocks)
