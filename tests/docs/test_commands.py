@@ -183,8 +183,7 @@ def test_documented_planner_commands_succeed(command: Command, tmp_path: Any, mo
     with redirect_stdout(io.StringIO()) as output:
         assert main(command.arguments[2:]) == 0
     # On 48 nodes of Frontier, quantized updates share the products of Muon, as the page states.
-    answer = "not 1.5 x" if "--shard-axis" in command.arguments else "Compress: yes"
-    assert answer in output.getvalue()
+    assert "Compress: yes" in output.getvalue()
 
 
 def test_documented_kernel_bytes_match_the_script() -> None:

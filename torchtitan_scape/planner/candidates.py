@@ -200,8 +200,8 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
         raise ValueError(
             f"{case.workload.name} needs {candidate.memory / 1e9:.0f} GB a rank at least (estimated), and "
             f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, {full}"
-            "or tensor parallelism, or SCAPE with offload, which this plan does not try, or --shard-axis for three "
-            "levels, or a replica on several nodes"
+            "or tensor parallelism, or SCAPE with offload or three levels, which this plan does not try, or a "
+            "replica on several nodes"
         )
     return candidate
 

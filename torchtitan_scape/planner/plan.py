@@ -4,7 +4,6 @@
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model llama_1_8b --network-bandwidth 3.5
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --model train_configs/radius_2b.toml
     python -m torchtitan_scape.planner.plan --machine vista --nodes 64 --parameters 7e9 --layers 32 --width 4096
-    python -m torchtitan_scape.planner.plan --machine frontier --nodes 48 --shard-axis 8  # ZeRO++ and three levels
 
 Presets have nominal figures. A shared network or an unfavorable placement provides a fraction of them (a fourteenth in
 the SCAPE paper's runs), which changes the answer: measure with `torchtitan_scape.doctor` and pass its JSON as --links.
@@ -15,10 +14,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +40,6 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.checkpoint import DEFAULT_SAVING, CheckpointCost, Saving, checkpoint_bytes
 from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
-from torchtitan_scape.planner.shard_axis import ShardAxisVariant, lines, shard_axis_variants
 from torchtitan_scape.planner.step import Assumptions
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.machines import get_machine
@@ -287,13 +283,6 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
     }
 
 
-def _forms_as_json(case: PlanRequest, forms: Sequence[ShardAxisVariant]) -> list[dict[str, Any]]:
-    return [
-        {"form": form.title, "detail": form.detail, "network_bytes": form.network} | _as_dict(case, form.candidate)
-        for form in forms
-    ]
-
-
 def _as_dict(case: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     p, layout = candidate.prediction, candidate.layout
     return {
@@ -334,7 +323,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the model's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
-    add("--shard-axis", type=int, default=0, help="ranks of a replica: FSDP, ZeRO++ and three levels on them, compared")
     add("--mfu", type=float, default=Assumptions().mfu, help="share of the peak that forward and backward reach")
     add("--json", action="store_true")
     return parser
@@ -392,8 +380,6 @@ def _report_with_recipe(case: PlanRequest, config: Any) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    answer: Callable[[], Any]
-    said: Iterable[str]
     try:
         options = _parser().parse_args(arguments)
         links = Links.from_json(options.links) if options.links else None
@@ -410,12 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sequence=options.seq_len,
             assumptions=Assumptions(mfu=options.mfu, passes=passes),
         )
-        if options.shard_axis:
-            forms = shard_axis_variants(case, options.shard_axis)
-            answer, said = partial(_forms_as_json, case, forms), chain(_question(case), [""], lines(case, forms))
-        else:
-            answer, said = partial(as_json, case), _report_with_recipe(case, config)
-        text = json.dumps(answer(), indent=1) if options.json else "\n".join(said)
+        text = json.dumps(as_json(case), indent=1) if options.json else "\n".join(_report_with_recipe(case, config))
     except ValueError as error:
         print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)
         return 2
