@@ -4,9 +4,8 @@ The lists of methods at the top are the planner's policy.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torchtitan_scape.core.workloads import Workload, get_workload
@@ -167,15 +166,14 @@ def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candida
         layout = plan_layout(
             case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
         )
-        choices += [of_largest_micro_batch(case, layout, partial(_predict, case, layout, method)) for method in methods]
+        choices += [_of_largest_micro_batch(case, layout, method) for method in methods]
     return choices
 
 
-def of_largest_micro_batch(case: PlanRequest, layout: Layout, predicted: Callable[[int], Prediction]) -> Candidate:
-    """Return the candidate with the largest micro-batch that fits, 1 if none does. predicted: of a micro-batch."""
+def _of_largest_micro_batch(case: PlanRequest, layout: Layout, method: PlannedRun) -> Candidate:
     own = case.batch // case.ranks
     for micro_batch in (m for m in range(min(own, LARGEST_MICRO_BATCH), 0, -1) if own % m == 0):
-        candidate = Candidate(layout, micro_batch, predicted(micro_batch))
+        candidate = Candidate(layout, micro_batch, _predict(case, layout, method, micro_batch))
         if case.fits(candidate):
             break
     return candidate

@@ -55,6 +55,9 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
     sizes["moments"] = kinds.get("state", 0.0) * (rows if options.per_replica_weights else 1)
     if options.per_replica_weights:
         sizes["weights of replicas"] = rows * sizes["parameters"]
+        # Of NoLoCo; the mean of the slow weights is saved as the model.
+        sizes["slow weights"] = replicas * kinds.get("slow_weights", 0.0) if residual == "exact" else 0.0
+        sizes["slow momentum"] = rows * kinds.get("slow_momentum", 0.0)
     if options.divides_update:  # every replica has its part
         sizes |= {"moments": replicas * sizes["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
     if residual != "drop":
