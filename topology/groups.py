@@ -184,8 +184,7 @@ class LevelGroups:
     Attributes:
         weights: The w ranks of a subgroup, for all-gathers of weights.
         secondary: The ranks that hold one secondary partition of the weights.
-        pair: The w ranks of a subgroup, for reductions of gradients.
-        gradients: All g ranks, ordered by subgroup and by position in it.
+        gradients: All g ranks, ordered by subgroup and by position in it, for reductions of gradients.
         pairs: The ranks with this rank's position in every subgroup.
         nodes: The ranks with this rank's subgroup and position in every node.
         weight_peers: The ranks that hold the same weights; None for one rank.
@@ -194,7 +193,6 @@ class LevelGroups:
 
     weights: RankGroup
     secondary: RankGroup
-    pair: RankGroup
     gradients: RankGroup
     pairs: RankGroup
     nodes: RankGroup
@@ -203,7 +201,7 @@ class LevelGroups:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all collectives on these groups."""
-        groups = (self.weights, self.secondary, self.pair, self.gradients, self.pairs, self.nodes)
+        groups = (self.weights, self.secondary, self.gradients, self.pairs, self.nodes)
         _set_timeout([*(group.process_group for group in groups), self.weight_peers, self.world], timeout)
 
 
@@ -228,7 +226,6 @@ def build_level_groups(layout: Layout, weights: int, timeout: timedelta, seconda
     return LevelGroups(
         weights=build(consecutive(weights)),
         secondary=build(consecutive(secondary or 1)),
-        pair=build(consecutive(weights)),
         gradients=build(shards),
         pairs=build(tuple(ranks[position::weights] for ranks in shards for position in range(weights))),
         nodes=build(layout.replicate_groups()),

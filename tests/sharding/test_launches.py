@@ -65,8 +65,7 @@ def hook_of(kind: str, ranks: int, hops: int, backend: str, options: dict[str, A
     if kind == "slices":
         sizes, coded = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
         layout = RowLayout(sizes, coded, 256, pairs=ranks // 2, nodes=2)
-        pairs = [(RankGroup("node", ranks, 0), code)]
-        return SliceReduceScatter(flat, layout, 2, pairs, ledger, META, code)  # type: ignore[arg-type]
+        return SliceReduceScatter(flat, layout, 2, RankGroup("node", ranks, 0), code, ledger, META, code)  # type: ignore[arg-type]
     assert kind == "tagc"
     return TagcReduce(flat, groups[0], TagcShardingOptions(**options), ledger, position, backend, META)  # type: ignore[arg-type]
 

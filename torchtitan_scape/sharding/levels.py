@@ -19,7 +19,6 @@ from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
 from torchtitan_scape.core.parameters import SliceParameter, plain_name, stored
 from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.sharding.base import (
     CollectiveHook,
     CountedAllGather,
@@ -233,7 +232,8 @@ def build_levels(
         ValueError: Rows cannot be divided evenly in BF16, or a parameter is frozen.
     """
     parameters, sharding = {plain_name(n): p for n, p in model.named_parameters()}, Sharding(groups, traffic)
-    _check_parameters(parameters, groups.weights.size, bf16)
+    degree = groups.weights.size
+    _check_parameters(parameters, degree, bf16)
     peers = ReplicaGroups(groups.weight_peers, groups.weights.process_group, options.levels.inner(layout))
     weight_peers = collectives_of(peers)
     weight_peers.broadcast_from_first([stored(parameter) for parameter in parameters.values()])
@@ -241,16 +241,17 @@ def build_levels(
     slice_index = groups.pairs.group_rank * nodes + (groups.nodes.group_rank if sums else 0)
     step_code, levels = block_code(kernels, "int8", STEP_BLOCK, torch.float32), options.levels
     sum_code, update_code = (step_code if name == "int8" else None for name in (levels.sum_code, levels.update_code))
-    device, hops, built = next(iter(parameters.values())).device, _hops(options, groups, kernels), []
+    code = next((block_code(kernels, name, GRADIENTS_BLOCK, torch.float32) for name in options.hop_codes), None)
+    device, built = next(iter(parameters.values())).device, []
     for flat in param_groups_of(model):
         row = flat.reduced
         rows = RowLayout([s.size for s in row], [s.dims > 1 for s in row], options.cut_block, groups.pairs.size, nodes)
-        reduce = SliceReduceScatter(flat, rows, groups.weights.size, hops, sharding.ledger, device, sum_code)
+        reduce = SliceReduceScatter(flat, rows, degree, groups.gradients, code, sharding.ledger, device, sum_code)
         update = WeightAllGather(rows, over, update_code, _DTYPES[levels.update_code], sharding.ledger)
         own = [(s.name, parameters[s.name]) for s in row]
         built.append(LevelGroup(rows, own, slice_index, groups.weights.group_rank, reduce, update))
         install(flat, _gather(flat, options, groups, sharding, kernels), reduce)
-        if groups.weights.size == 1:  # FSDP2 then calls no reduce-scatter, only this hook.
+        if degree == 1:  # FSDP2 then calls no reduce-scatter, only this hook.
             module: Any = flat.modules[0]
             module.set_all_reduce_hook(reduce.hook)
     if bf16:  # The masters have been initialized from the FP32 weights.
@@ -273,17 +274,6 @@ def _check_parameters(parameters: dict[str, nn.Parameter], degree: int, bf16: bo
                 "divide, and BF16 weights need even shards; set a degree that divides the rows, or [training] "
                 "mixed_precision_param = 'float32'"
             )
-
-
-def _hops(options: ShardingOptions, groups: LevelGroups, kernels: str) -> list[tuple[RankGroup, BlockCode | None]]:
-    """Return the rank group and the code of each hop of the gradients within the node."""
-    codes: list[BlockCode | None] = [
-        block_code(kernels, name, GRADIENTS_BLOCK, torch.float32) for name in options.hop_codes
-    ] or [None]
-    inner, outer = groups.pair, groups.pairs
-    if min(inner.size, outer.size) > 1:
-        return [(inner, codes[0]), (outer, codes[1])] if len(codes) > 1 else [(groups.gradients, codes[0])]
-    return [(rank_group, codes[0]) for rank_group in (inner, outer) if rank_group.size > 1]
 
 
 def _gather(

@@ -21,8 +21,7 @@ class LevelsPlan:
     Attributes:
         weights, gradients, nodes: Degrees w, g, N.
         gathered: Bytes per entry of all-gathered weights.
-        reduced: Bytes per entry of reduce-scattered gradients: one hop over all g ranks, or two, over w and then over g
-            / w.
+        reduced: Bytes per entry of reduce-scattered gradients.
         summed: Bytes per entry of gradients summed between nodes; 0 if a method of the replicate axis exchanges them.
         update: Bytes per entry of the weight update.
         secondary: Ranks over which a secondary copy of the gathered weights is partitioned; 0 for none.
@@ -33,7 +32,7 @@ class LevelsPlan:
     gradients: int
     nodes: int
     gathered: float = 2.0
-    reduced: tuple[float, ...] = (4.0,)
+    reduced: float = 4.0
     summed: float = 4.0
     update: float = 4.0
     secondary: int = 0
@@ -107,12 +106,8 @@ class LevelsPlan:
             # In the ring of a node one of w links leads out of a pair.
             out = 1 / w if self.secondary > w else 0.0
             sent |= {("pair", "kept"): (1 - out) * again, ("node", "kept"): out * again}
-        if len(self.reduced) == 1:
-            sent["pair", "gradients"] = self.reduced[0] * n * (w - 1) / g
-            sent["node", "gradients"] = self.reduced[0] * n * (g - w) / g
-        else:
-            sent["pair", "gradients"] = self.reduced[0] * n * (w - 1) / w
-            sent["node", "gradients"] = self.reduced[1] * n * (g - w) / (w * g)
+        sent["pair", "gradients"] = self.reduced * n * (w - 1) / g
+        sent["node", "gradients"] = self.reduced * n * (g - w) / g
         return sent
 
     def step_bytes(self, n: float) -> dict[tuple[str, str], float]:

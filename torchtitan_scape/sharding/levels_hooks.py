@@ -221,10 +221,9 @@ class SliceReduceScatter(CollectiveHook):
         flat: The parameter group.
         layout: Layout of the row.
         ranks: Degree w over which FSDP2 shards.
-        hops: (rank group, code of its messages): all g ranks at once, or the w ranks of a pair and then the pairs. A
-            group of one rank is omitted. The index of a rank among all g ranks is (index of its pair) * w + (index in
-            the pair). With INT4, every 32 quantized entries are Hadamard-transformed before the first hop and after
-            the last one, which is possible because the transform is linear.
+        rank_group: All g ranks. The index of a rank is (index of its pair) * w + (index in the pair).
+        code: Code of the messages; None for FP32. With INT4, every 32 quantized entries are Hadamard-transformed
+            before the exchange and after the sum, which is possible because the transform is linear.
         ledger: Byte ledger.
         device: Device of the buffer.
         node_code: Code of the sum between nodes; None for FP32.
@@ -234,7 +233,8 @@ class SliceReduceScatter(CollectiveHook):
     flat: ShardedParamGroup
     layout: RowLayout
     ranks: int
-    hops: Sequence[tuple[RankGroup, BlockCode | None]]
+    rank_group: RankGroup
+    code: BlockCode | None
     ledger: ShardLedger
     device: torch.device
     node_code: BlockCode | None = None
@@ -242,13 +242,8 @@ class SliceReduceScatter(CollectiveHook):
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self._hadamard = next((code for _, code in self.hops if code is not None and code.name == "int4"), None)
-        self._hops: list[tuple[RankGroup, RowCodec]] = []
-        slice_count, rows = layout.slice_count, self.ranks
-        for rank_group, code in self.hops:
-            # A hop sends this many parts of every row, and its result is one part of one row.
-            slice_count, rows = slice_count // (rank_group.size // rows), 1
-            self._hops.append((rank_group, SliceCodec(layout, slice_count, code)))
+        self._hadamard = self.code if self.code is not None and self.code.name == "int4" else None
+        self._codec = SliceCodec(layout, layout.nodes, self.code)
         self._node_codec = SliceCodec(layout, 1, self.node_code)
         self.buffer = torch.zeros(layout.nodes, layout.slice_size, dtype=torch.float32, device=self.device)
 
@@ -287,9 +282,8 @@ class SliceReduceScatter(CollectiveHook):
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._hadamard is not None:
             self._hadamard.hadamard_(coded)
-        for rank_group, rows in self._hops:
-            parts = _by_rank(coded, rank_group)[:, None], _by_rank(raw, rank_group)[:, None]
-            coded, raw = hop(parts, rank_group, rows, self.ledger)
+        parts = _by_rank(coded, self.rank_group)[:, None], _by_rank(raw, self.rank_group)[:, None]
+        coded, raw = hop(parts, self.rank_group, self._codec, self.ledger)
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
         if self._hadamard is not None:

@@ -72,14 +72,14 @@ class ShardingOptions(Options):
         """
         if not self.levels.active:
             return None
-        codes = tuple(coded(int(name.removeprefix("int")), GRADIENTS_BLOCK) for name in self.hop_codes)
+        (reduced,) = [coded(int(name.removeprefix("int")), GRADIENTS_BLOCK) for name in self.hop_codes] or [4.0]
         stored, update = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
         return LevelsPlan(
             self.levels.weights,
             self.levels.gradients,
             nodes,
             gathered=stored if self.weights_code == "dense" else coded(8, WEIGHTS_BLOCK),
-            reduced=codes or (4.0,),
+            reduced=reduced,
             summed=(coded(8, STEP_BLOCK) if self.levels.sum_code == "int8" else 4.0) if sums else 0.0,
             update=update.get(self.levels.update_code, coded(8, STEP_BLOCK)),
             secondary=self.levels.secondary,
@@ -138,12 +138,8 @@ class ShardingOptions(Options):
         self.require(levels.weights > 1 or self.weights_code == "dense", "weights_code", rule)
         rule = "weights stay within the node; set it to false, or use [sharding.levels] secondary"
         self.require(not self.secondary, "secondary", rule)
-        rule = (
-            "two hops need pairs of several ranks and several pairs, and [sharding.levels] has weights = "
-            f"{levels.weights}, gradients = {levels.gradients}; set one code"
-        )
-        two_hops = 1 < levels.weights < levels.gradients
-        self.require(two_hops or len(self.hop_codes) < 2, "gradients_code", rule)
+        rule = "gradients of [sharding.levels] stay within the node; set 'int8' or 'int4'"
+        self.require(len(self.hop_codes) < 2, "gradients_code", rule)
 
     def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
         """Return the closed form of the shard axis for the planner.
