@@ -183,7 +183,6 @@ class LevelGroups:
 
     Attributes:
         weights: The w ranks of a subgroup, for all-gathers of weights.
-        secondary: The ranks that hold one secondary partition of the weights.
         gradients: All g ranks, ordered by subgroup and by position in it, for reductions of gradients.
         pairs: The ranks with this rank's position in every subgroup.
         nodes: The ranks with this rank's subgroup and position in every node.
@@ -192,7 +191,6 @@ class LevelGroups:
     """
 
     weights: RankGroup
-    secondary: RankGroup
     gradients: RankGroup
     pairs: RankGroup
     nodes: RankGroup
@@ -201,11 +199,11 @@ class LevelGroups:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all collectives on these groups."""
-        groups = (self.weights, self.secondary, self.gradients, self.pairs, self.nodes)
+        groups = (self.weights, self.gradients, self.pairs, self.nodes)
         _set_timeout([*(group.process_group for group in groups), self.weight_peers, self.world], timeout)
 
 
-def build_level_groups(layout: Layout, weights: int, timeout: timedelta, secondary: int = 0) -> LevelGroups:
+def build_level_groups(layout: Layout, weights: int, timeout: timedelta) -> LevelGroups:
     """Create the groups of three-level sharding. Collective: every rank of the world must call it.
 
     Args:
@@ -213,7 +211,6 @@ def build_level_groups(layout: Layout, weights: int, timeout: timedelta, seconda
             have one rank.
         weights: Number of ranks that share one copy of the weights; it divides the shard axis.
         timeout: Timeout of all collectives on the groups.
-        secondary: Number of consecutive ranks of the shard axis that share one secondary partition; 0 for none.
     """
     rank, shards = dist.get_rank(), layout.shard_groups()
 
@@ -225,7 +222,6 @@ def build_level_groups(layout: Layout, weights: int, timeout: timedelta, seconda
 
     return LevelGroups(
         weights=build(consecutive(weights)),
-        secondary=build(consecutive(secondary or 1)),
         gradients=build(shards),
         pairs=build(tuple(ranks[position::weights] for ranks in shards for position in range(weights))),
         nodes=build(layout.replicate_groups()),

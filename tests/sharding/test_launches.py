@@ -17,11 +17,9 @@ from torchtitan_scape.sharding.base import (
     ParameterSlice,
     ShardedParamGroup,
     TrainPosition,
-    WeightsCache,
-    WeightsVersion,
     entries,
 )
-from torchtitan_scape.sharding.levels_hooks import RowLayout, SecondaryAllGather, SliceReduceScatter
+from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
@@ -56,10 +54,6 @@ def hook_of(kind: str, ranks: int, hops: int, backend: str, options: dict[str, A
     rows = RowCodec(flat.gathered, code)
     if kind == "gather":
         return QuantizedAllGather(flat, groups, rows, ledger)  # type: ignore[arg-type]
-    if kind == "secondary gather":
-        return SecondaryAllGather(
-            flat, groups[0], rows, RankGroup("node", 2, 0), ledger, WeightsCache(WeightsVersion())
-        )  # type: ignore[arg-type]
     if kind == "reduce":
         return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger)  # type: ignore[arg-type]
     if kind == "slices":
@@ -85,7 +79,7 @@ def launches(kind: str, ranks: int, hops: int, backend: str, options: dict[str, 
         stack.enter_context(replaced(dist, "get_rank", lambda *_: 0))
         hook = hook_of(kind, ranks, hops, backend, options)
         row, whole_ranks = entries(layer(ranks).reduced), 2 if kind == "slices" else ranks
-        gathers = kind.endswith("gather")
+        gathers = kind == "gather"
         dtype = torch.bfloat16 if gathers else torch.float32
         own = torch.empty(row, dtype=dtype, device=META)
         whole = torch.empty(whole_ranks * row, dtype=dtype, device=META)
@@ -99,7 +93,6 @@ def launches(kind: str, ranks: int, hops: int, backend: str, options: dict[str, 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("gather", 1, {}),
     ("gather", 2, {}),
-    ("secondary gather", 1, {}),
     ("reduce", 1, {}),
     ("reduce", 2, {}),
     ("slices", 1, {}),

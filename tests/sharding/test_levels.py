@@ -67,7 +67,7 @@ class Run:
         levels = {key: options.pop(key) for key in ("sum_code", "update_code", "secondary") if key in options}
         self.options = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options)
         layout = plan_layout(RANKS, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
-        groups = build_level_groups(layout, w, timedelta(seconds=60), self.options.levels.secondary)
+        groups = build_level_groups(layout, w, timedelta(seconds=60))
         mesh = init_device_mesh("cpu", (RANKS // w, w), mesh_dim_names=("holders", "fsdp"))["fsdp"]
         self.model, self.traffic = make_model(middle), TrafficLedger()
         for module in (self.model[0], self.model[1], self.model):
@@ -199,6 +199,19 @@ def test_a_quantized_sum_is_within_half_a_level_per_node(pool4: Pool) -> None:
                 x[:coded].view(-1, 256).abs().amax(1) for x in (total - one[0] - other[0], one[0], other[0])
             )
             assert (error <= sum(largest) / 254 * 1.001).all() and error.max() > 0
+
+
+def _kept_messages() -> tuple[bool, float, float]:
+    """Return whether kept messages change a loss, and the bytes of gathers with and without them."""
+    runs = [Run(2, 4, weights_code="int8", secondary=secondary) for secondary in (2, 0)]
+    kept, again = ([run.step(number) for number in range(3)] for run in runs)
+    sent = [sum(nbytes for (_, _, kind), nbytes in run.traffic.sent.items() if kind == "weights") for run in runs]
+    return kept == again, *sent
+
+
+def test_a_secondary_copy_changes_no_bit(pool4: Pool) -> None:
+    for equal, kept, again in pool4(_kept_messages):
+        assert equal and kept == again > 0
 
 
 CODED = {"weights_code": "int8", "gradients_code": "int4"}

@@ -35,7 +35,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
     """Return the bytes by level and kind of the micro-batches and of a step, and the entries stored per rank."""
     chosen = ShardingOptions(levels=LevelsOptions(weights, gradients, **levels), **options)
     layout = plan_layout(4, ranks_per_node=gradients, machine=get_machine("frontier"), replicate=-1, shard=gradients)
-    groups = build_level_groups(layout, weights, timedelta(seconds=60), chosen.levels.secondary)
+    groups = build_level_groups(layout, weights, timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (4 // weights, weights), mesh_dim_names=("holders", "fsdp"))["fsdp"]
     model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), TrafficLedger()
     for module in (model[0], model):
@@ -61,7 +61,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
     [
         ((2, 4), {"update_code": "float32"}, {}, True),
         ((2, 4), {}, {"weights_code": "int8", "gradients_code": "int4"}, True),
-        ((2, 4), {"secondary": 4}, {"weights_code": "int8", "gradients_code": "int8"}, True),
+        ((2, 4), {"secondary": 2}, {"weights_code": "int8", "gradients_code": "int8"}, True),
         ((2, 2), {"sum_code": "int8", "update_code": "bfloat16"}, {"gradients_code": "int8"}, True),
         ((1, 2), {}, {"gradients_code": "int4"}, True),
         ((1, 2), {}, {"gradients_code": "int4"}, False),
@@ -78,12 +78,11 @@ def test_bytes_and_entries_match_the_closed_forms(
     def expected(bytes_of: dict[tuple[str, str], float], times: int) -> dict[tuple[str, str], float]:
         found: dict[tuple[str, str], float] = {}
         for (over, kind), sent in bytes_of.items():
-            key = link_level[over], "weights" if kind == "kept" else kind
-            found[key] = found.get(key, 0.0) + times * sent
+            found[link_level[over], kind] = found.get((link_level[over], kind), 0.0) + times * sent
         return {key: sent for key, sent in found.items() if sent}
 
     ranks = pool4(_counted, w, g, levels, options, sums)
-    micro_batch = plan.micro_batch_bytes(n, 2.0, MICRO_BATCHES)
+    micro_batch = plan.micro_batch_bytes(n)
     for number, (wanted, times) in enumerate(((micro_batch, MICRO_BATCHES), (plan.step_bytes(n), 1))):
         mean: dict[tuple[str, str], float] = {}
         for key, sent in (item for rank in ranks for item in rank[number].items()):

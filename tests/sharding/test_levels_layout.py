@@ -89,11 +89,11 @@ def test_degrees_that_do_not_nest_are_refused(degrees: tuple[int, int], shard: i
         LevelsOptions(*degrees).check(layout)
 
 
-def test_secondary_partitions_are_of_a_degree() -> None:
-    with pytest.raises(ValueError, match="secondary = 3; it must be 0, or one of the degrees 2 and 8"):
-        LevelsOptions(2, 8, secondary=3)
-    with pytest.raises(ValueError, match="secondary = 4; with weights = 1 nothing is gathered"):
-        LevelsOptions(1, 4, secondary=4)
+def test_the_secondary_partition_is_over_the_degree_of_the_weights() -> None:
+    with pytest.raises(ValueError, match="secondary = 8; it must be 0, or the degree of the weights, 2"):
+        LevelsOptions(2, 8, secondary=8)
+    with pytest.raises(ValueError, match="secondary = 1; with weights = 1 nothing is gathered"):
+        LevelsOptions(1, 4, secondary=1)
     inner = LevelsOptions(2, 8).inner(
         plan_layout(16, ranks_per_node=8, machine=get_machine("frontier"), replicate=2, shard=8)
     )

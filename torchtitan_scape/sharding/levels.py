@@ -29,7 +29,7 @@ from torchtitan_scape.sharding.base import (
     param_groups_of,
 )
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
-from torchtitan_scape.sharding.levels_hooks import RowLayout, SecondaryAllGather, SliceReduceScatter, WeightAllGather
+from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter, WeightAllGather
 from torchtitan_scape.sharding.levels_options import STEP_BLOCK
 from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -281,9 +281,11 @@ def _gather(
 ) -> CollectiveHook:
     coded = options.weights_code != "dense"
     code = block_code(kernels, options.weights_code, WEIGHTS_BLOCK, torch.float32) if coded else None
+    rows = RowCodec(flat.gathered, code)
     if options.levels.secondary:
-        rows, cache = RowCodec(flat.gathered, code), WeightsCache(sharding.version)
-        return SecondaryAllGather(flat, groups.weights, rows, groups.secondary, sharding.ledger, cache)
+        # With an outermost hop of one rank, the cache has this rank's own message: the partition over the w ranks.
+        hops, cache = [groups.weights, RankGroup("", 1, 0)], WeightsCache(sharding.version)
+        return QuantizedAllGather(flat, hops, rows, sharding.ledger, cache)
     if code is None:
         return CountedAllGather(groups.weights, sharding.ledger)
-    return QuantizedAllGather(flat, [groups.weights], RowCodec(flat.gathered, code), sharding.ledger)
+    return QuantizedAllGather(flat, [groups.weights], rows, sharding.ledger)

@@ -24,7 +24,7 @@ class LevelsPlan:
         reduced: Bytes per entry of reduce-scattered gradients.
         summed: Bytes per entry of gradients summed between nodes; 0 if a method of the replicate axis exchanges them.
         update: Bytes per entry of the weight update.
-        secondary: Ranks over which a secondary copy of the gathered weights is partitioned; 0 for none.
+        secondary: A rank keeps its part of the gathered weights as a message.
         stored: Bytes per entry of the weights that FSDP2 stores.
     """
 
@@ -35,7 +35,7 @@ class LevelsPlan:
     reduced: float = 4.0
     summed: float = 4.0
     update: float = 4.0
-    secondary: int = 0
+    secondary: bool = False
     stored: float = 2.0
 
     @property
@@ -55,11 +55,11 @@ class LevelsPlan:
             micro_batches: Micro-batches per step.
         """
         n, sent_bytes = _entries(rows, layout), dict[tuple[str, str], float]()
-        per_micro_batch = self.micro_batch_bytes(n, mean_gathers(rows), micro_batches)
+        per_micro_batch = self.micro_batch_bytes(n, mean_gathers(rows))
         for times, bytes_of in ((micro_batches, per_micro_batch), (1, self.step_bytes(n))):
             for (over, kind), sent in bytes_of.items():
                 if sent:
-                    key = self._level(over, layout), "weights" if kind == "kept" else kind
+                    key = self._level(over, layout), kind
                     sent_bytes[key] = sent_bytes.get(key, 0.0) + times * sent
         return sent_bytes
 
@@ -71,7 +71,7 @@ class LevelsPlan:
         n, gathers, groups = _entries(rows, layout), mean_gathers(rows), len(rows)
         w, g, seconds = self.weights, self.gradients, []
         steps = {"pair": w - 1, "node": g // w - 1, "network": self.nodes - 1}
-        per_micro_batch = self.micro_batch_bytes(n, gathers, micro_batches)
+        per_micro_batch = self.micro_batch_bytes(n, gathers)
         for times, bytes_of in ((gathers, per_micro_batch), (1.0, self.step_bytes(n))):
             stages = [
                 Stage(self._level(over, layout), groups * steps[over] * (times if kind == "weights" else 1.0), sent)
@@ -86,29 +86,21 @@ class LevelsPlan:
         ends = {"pair": self.weights - 1, "node": self.weights, "network": self.gradients}
         return layout.level(0, ends[over])
 
-    def micro_batch_bytes(self, n: float, gathers: float = 2.0, micro_batches: int = 1) -> dict[tuple[str, str], float]:
-        """Return the bytes that a rank sends per micro-batch by (scope, kind), as the mean over ranks and
-        micro-batches.
+    def micro_batch_bytes(self, n: float, gathers: float = 2.0) -> dict[tuple[str, str], float]:
+        """Return the bytes that a rank sends per micro-batch by (scope, kind), as the mean over ranks.
 
         The scope is "pair" within the w ranks, or "node" for the rest of the node.
 
         Args:
             n: Number of entries.
             gathers: All-gathers of an entry per micro-batch: 2 if its module is resharded after the forward pass.
-            micro_batches: Micro-batches per step.
         """
         w, g = self.weights, self.gradients
-        sent = {("pair", "weights"): gathers * n * self.gathered * (w - 1) / w}
-        if self.secondary:  # Only the first all-gather after an update is over the w ranks.
-            first = 1 / micro_batches
-            again = (gathers - first) * n * self.gathered * (self.secondary - 1) / self.secondary
-            sent = {("pair", "weights"): sent["pair", "weights"] / gathers * first}
-            # In the ring of a node one of w links leads out of a pair.
-            out = 1 / w if self.secondary > w else 0.0
-            sent |= {("pair", "kept"): (1 - out) * again, ("node", "kept"): out * again}
-        sent["pair", "gradients"] = self.reduced * n * (w - 1) / g
-        sent["node", "gradients"] = self.reduced * n * (g - w) / g
-        return sent
+        return {
+            ("pair", "weights"): gathers * n * self.gathered * (w - 1) / w,
+            ("pair", "gradients"): self.reduced * n * (w - 1) / g,
+            ("node", "gradients"): self.reduced * n * (g - w) / g,
+        }
 
     def step_bytes(self, n: float) -> dict[tuple[str, str], float]:
         """Return the bytes that a rank sends once per step by (scope, kind); the scope may also be "network"."""
@@ -134,7 +126,7 @@ class LevelsPlan:
         if self.sums:
             kinds["summed gradients"] = optimizer["gradients"]
         if self.secondary:
-            kinds["secondary partition"] = self.gathered * n / self.secondary
+            kinds["secondary partition"] = self.gathered * n / self.weights
         return kinds
 
 

@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.formats import padded_bytes
 from torchtitan_scape.sharding.base import (
     UPDATE,
-    WEIGHTS,
     CollectiveHook,
     ParameterSlice,
     ShardedParamGroup,
-    WeightsCache,
 )
 from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
 from torchtitan_scape.topology import shard_collectives
@@ -162,50 +159,6 @@ class SliceCodec(RowCodec):
             return parts
         coded, raw = parts[1].split(self._sizes, -1)
         return coded, raw
-
-
-@dataclass(eq=False)
-class SecondaryAllGather(CollectiveHook):
-    """All-gather of weights with a secondary partition for the following all-gathers (Section V-A).
-
-    With weights on a pair of GCDs, a partition over the pair saves one pass of the quantizer, and a partition over the
-    node sends more bytes over slower links. It is implemented to reproduce the paper.
-
-    Attributes:
-        flat: The parameter group.
-        rank_group: Ranks over which FSDP2 shards.
-        rows: Codec of the rows.
-        partition: Ranks that share the secondary partition. After the first all-gather each stores its part of all
-            messages; later all-gathers are over these ranks until the parameters change.
-        ledger: Byte ledger.
-        cache: Stores the part.
-    """
-
-    flat: ShardedParamGroup
-    rank_group: RankGroup
-    rows: RowCodec
-    partition: RankGroup
-    ledger: ShardLedger
-    cache: WeightsCache
-
-    @torch.no_grad()
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> None:
-        ranks, size = self.rank_group.size, self.rows.message_bytes(input_tensor.dtype)
-        self.flat.check_gather(output_tensor, input_tensor, group, ranks)
-        part_bytes = padded_bytes(-(-ranks * size // self.partition.size))
-        gathered = torch.zeros(part_bytes * self.partition.size, dtype=torch.uint8, device=input_tensor.device)
-        if (cached_part := self.cache.get()) is None:
-            message = self.rows.encoded(input_tensor)
-            shard_collectives.all_gather(gathered[: ranks * size], message, self.rank_group, self.ledger, WEIGHTS)
-            self.cache.keep(gathered.view(-1, part_bytes)[self.partition.group_rank].clone())
-        else:
-            shard_collectives.all_gather(gathered, cached_part, self.partition, self.ledger, WEIGHTS)
-        if dist.get_backend() == "fake":  # The received bytes are not valid messages.
-            output_tensor.zero_()
-            return
-        self.rows.unpack(gathered[: ranks * size].view(ranks, size), output_tensor.view(ranks, -1))
 
 
 @dataclass(eq=False)

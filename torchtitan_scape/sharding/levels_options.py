@@ -37,8 +37,8 @@ class LevelsOptions(Options):
     is part of the next difference, or by values. The dtype of the weights is [training] mixed_precision_param"""
 
     secondary: int = 0
-    """Ranks over which the encoded weights of a forward pass are kept for the backward pass: 0 gathers them again from
-    the same ranks; else `weights` or `gradients`, as in the paper"""
+    """Ranks over which the encoded weights of a forward pass are kept for the backward pass: 0 encodes them again; else
+    `weights`, as in the paper"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,9 +49,8 @@ class LevelsOptions(Options):
             self.require(False, off, "set both degrees, or set both to 0")
         if self.gradients == 1:
             self.require(False, "gradients", "one rank shards nothing; set the number of ranks of a node, 2 or more")
-        if self.secondary not in (0, self.weights, self.gradients):
-            rule = f"it must be 0, or one of the degrees {self.weights} and {self.gradients}"
-            self.require(False, "secondary", rule)
+        rule = f"it must be 0, or the degree of the weights, {self.weights}"
+        self.require(self.secondary in (0, self.weights), "secondary", rule)
         if self.secondary and self.weights == 1:
             self.require(False, "secondary", "with weights = 1 nothing is gathered; set it to 0")
 

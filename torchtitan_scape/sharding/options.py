@@ -82,7 +82,7 @@ class ShardingOptions(Options):
             reduced=reduced,
             summed=(coded(8, STEP_BLOCK) if self.levels.sum_code == "int8" else 4.0) if sums else 0.0,
             update=update.get(self.levels.update_code, coded(8, STEP_BLOCK)),
-            secondary=self.levels.secondary,
+            secondary=self.levels.secondary > 0,
             stored=stored,
         )
 

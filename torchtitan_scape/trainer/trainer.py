@@ -169,9 +169,7 @@ class ScapeTrainer(Trainer):
             world_size=layout.world_size,
             groups=build_groups(layout, timeout, **group_options(config)),
             shard_groups=None if levels.active else groups_for(config.sharding, layout, timeout),
-            level_groups=build_level_groups(layout, levels.weights, timeout, levels.secondary)
-            if levels.active
-            else None,
+            level_groups=build_level_groups(layout, levels.weights, timeout) if levels.active else None,
         )
         # TorchTitan does not build a mesh for a single rank, but checkpoints need it.
         parallel_dims.build_mesh()
