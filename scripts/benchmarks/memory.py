@@ -204,7 +204,7 @@ def held(trainer: Any) -> dict[str, float]:
     levels, optimizer = optimizers.levels, optimizers.inner
     if levels is not None:
         kinds["gradients"] = nbytes([group.reduce.buffer for group in levels.groups])
-        kinds["masters"] = nbytes([master.values for master in levels.masters])
+        kinds["masters"] = nbytes([group.master for group in levels.groups])
     else:
         kinds["gradients"] = 4.0 * sum(weight.numel() for weight in weights)
     method: Any = optimizers.methods[0]
