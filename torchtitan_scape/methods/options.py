@@ -98,10 +98,6 @@ class MethodOptions(Options):
         """Return the states that are kept in host memory."""
         return ()
 
-    def without_memory_savings(self) -> Self:
-        """Return the options with replicated updates, FP32 weights and all states on the device."""
-        return self
-
     def supports_overlap(self) -> bool:
         """Return whether the exchange can run during the last backward pass of a step."""
         return False

@@ -1,13 +1,12 @@
 """Memory of a rank: predicted before allocation, and compared with the measured peak."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
-from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.report.stage_memory import stage_memory
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.groups import most_groups
@@ -28,7 +27,6 @@ class MemoryReport:
         device: Name of the device.
         host: Bytes of offloaded state by kind.
         host_capacity: Bytes of host memory available for it.
-        against: Comparison with the replicated form of SCAPE; empty for that form and for dense training.
         groups: Communicators of the replicate axis. Their buffers are not counted: they grow with channels and peers,
             which NCCL chooses (https://github.com/NVIDIA/nccl/issues/864).
         warning: What is wrong if the device is not that of the named machine, or "".
@@ -39,7 +37,6 @@ class MemoryReport:
     device: str
     host: dict[str, float] = field(default_factory=dict)
     host_capacity: float = 0.0
-    against: str = ""
     groups: int = 0
     warning: str = ""
 
@@ -51,42 +48,22 @@ class MemoryReport:
         workload, method = workload_of(config), method_of(config)
         shard_axis, rows = shard_axis_of(config, layout)
         shards = shard_axis.shards(layout)
-
-        several = len(layout.hierarchy(layout.replicate_group(0))) > 1
-
-        def kinds_of(method: PlannedRun) -> dict[str, float]:
-            if layout.pipeline > 1:
-                kinds = stage_memory(config, workload, method, layout, shards)[1]
-                return shard_axis.memory(kinds, rows, layout)
-            kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size, several)
-            return shard_axis.memory(kinds, rows, layout)
-
-        model = workload.local(shards)
         if layout.pipeline > 1:
-            model, _ = stage_memory(config, workload, method, layout, shards)
-        kinds = kinds_of(method)
+            model, kinds = stage_memory(config, workload, method, layout, shards)
+        else:
+            model, several = workload.local(shards), len(layout.hierarchy(layout.replicate_group(0))) > 1
+            kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size, several)
+        kinds = shard_axis.memory(kinds, rows, layout)
         host = method.options.host_memory(model, layout.replicate)
-        preset, against = layout.machine.device, ""
-        groups = most_groups(layout, **group_options(config))
-        plain = replace(method, options=method.options.without_memory_savings())
-        if method != plain:
-            saved = sum(kinds_of(plain).values()) - sum(kinds_of(method).values())
-            than = "a replicated update with FP32 weights and nothing offloaded"
-            against = f"{size_text(abs(saved))} {'less' if saved >= 0 else 'more'} than {than}"
-            if moved := sum(method.options.host_link_traffic(model, layout.replicate)):
-                seconds = moved / (preset.host_link * 1e9)
-                against += (
-                    f"; {size_text(moved)} to and from the host per step, {seconds:.3g} s at {preset.host_link:g} GB/s "
-                    f"({layout.machine.name}, nominal), overlapped with the passes as far as possible"
-                )
+        preset, groups = layout.machine.device, most_groups(layout, **group_options(config))
         if config.comm.mode == "fake_backend":
-            return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, against, groups)
+            return cls(kinds, preset.memory * 1e9, preset.name, host, preset.host_memory * 1e9, groups)
         properties = device_module.get_device_properties(device_module.current_device())
         sharers = layout.ranks_per_node if properties.name == "CPU" else 1
         free = device.free_memory("cpu", 0, layout.ranks_per_node)
         named = config.topology.machine != "auto" and properties.name != "CPU"
         warning = memory_warning(layout.machine, properties.name, properties.total_memory) if named else ""
-        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, against, groups, warning)
+        return cls(kinds, properties.total_memory / sharers, properties.name, host, free, groups, warning)
 
     @property
     def tensors(self) -> float:
@@ -128,7 +105,7 @@ class MemoryReport:
             lines.append(
                 f"  not counted       buffers of communicators: FSDP's, and {self.groups} of the replicate axis"
             )
-        return lines + ([f"  compared          {self.against}"] if self.against else [])
+        return lines
 
     def _of(self, estimated: bool) -> str:
         return kinds_text({kind: value for kind, value in self.kinds.items() if (kind in ESTIMATED) == estimated})

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
@@ -174,9 +174,6 @@ class ScapeOptions(MethodOptions):
 
     def offloaded(self) -> tuple[str, ...]:
         return tuple(self.offload)
-
-    def without_memory_savings(self) -> Self:
-        return replace(self, update="replicated", weights_dtype="float32", offload=[])
 
     @property
     def sharded(self) -> bool:
