@@ -139,7 +139,7 @@ def test_the_bytes_of_the_shard_axis() -> None:
     rows = flat_rows(workload, 8)
 
     def planned(options: ShardingOptions) -> tuple[dict[tuple[str, str], float], dict[str, float]]:
-        plan = options.planned(layout, "bfloat16", on_cpu=False)
+        plan = options.planned(layout, "bfloat16")
         return plan.sent(rows, layout, micro_batches=1), plan.memory({}, rows, layout)
 
     example = ShardingOptions(**tomllib.loads(blocks(SHARDING_PAGE, "toml")[0])["sharding"])
@@ -159,8 +159,8 @@ def test_the_bytes_of_the_shard_axis() -> None:
     for (method, *rest), summed in zip(rows_of(SHARDING_PAGE, "Method | GCD pair"), (True, True, False), strict=True):
         code: Any = "int8" if "int8" in method else "float32"
         levels = LevelsOptions(weights=2, gradients=8, sum_code=code)
-        plan = ShardingOptions(weights_code="int8", gradients_code="int4", levels=levels).plan(8, summed, "bfloat16")
-        assert plan is not None
+        options = ShardingOptions(weights_code="int8", gradients_code="int4", levels=levels)
+        plan = options.planned(frontier, "bfloat16", sums=summed)
         by_level: dict[str, float] = {}
         for (level, _), nbytes in plan.sent([FlatRow(((workload.parameters // 8,),))], frontier, 1).items():
             by_level[level] = by_level.get(level, 0.0) + nbytes / 1e6

@@ -71,8 +71,9 @@ def test_bytes_and_entries_match_the_closed_forms(
     degrees: tuple[int, int], levels: dict[str, Any], options: dict[str, Any], sums: bool, pool4: Pool
 ) -> None:
     (w, g), n = degrees, ENTRIES
-    plan = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options).plan(4 // g, sums, "float32")
-    assert plan is not None
+    layout = plan_layout(4, ranks_per_node=g, machine=get_machine("frontier"), replicate=-1, shard=g)
+    plan = ShardingOptions(levels=LevelsOptions(w, g, **levels), **options).planned(layout, "float32", sums=sums)
+    assert isinstance(plan, LevelsPlan)
     link_level = {"pair": "gcd_pair", "node": "gcd_pair" if g == 2 else "node", "network": "network"}
 
     def expected(bytes_of: dict[tuple[str, str], float], times: int) -> dict[tuple[str, str], float]:

@@ -23,8 +23,8 @@ def shard_axis_of(
     """Return the configured shard axis for the planner, and its rows."""
     reshard, dtype = config.parallelism.fsdp_reshard_after_forward, config.training.mixed_precision_param
     rows = flat_rows(workload_of(config), layout.shard * layout.context, layout.tensor, reshard)
-    levels = config.sharding.plan(layout.replicate, METHODS[config.sync.method].is_linear, dtype)
-    return levels or config.sharding.planned(layout, dtype, on_cpu), rows
+    sums = METHODS[config.sync.method].is_linear
+    return config.sharding.planned(layout, dtype, sums=sums, on_cpu=on_cpu), rows
 
 
 def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidate, str]:

@@ -62,30 +62,6 @@ class ShardingOptions(Options):
         block = GRADIENTS_BLOCK if self.gradients_code != "dense" else 1
         return max(block, STEP_BLOCK if "int8" in (self.levels.sum_code, self.levels.update_code) else 1)
 
-    def plan(self, nodes: int, sums: bool, dtype: str) -> LevelsPlan | None:
-        """Return the closed form of three-level sharding, or None if it is off.
-
-        Args:
-            nodes: Number of nodes.
-            sums: Gradients are summed between nodes by the hooks, not by a method of the replicate axis.
-            dtype: Dtype in which FSDP2 stores the weights.
-        """
-        if not self.levels.active:
-            return None
-        (reduced,) = [coded(int(name.removeprefix("int")), GRADIENTS_BLOCK) for name in self.hop_codes] or [4.0]
-        stored, update = 2.0 if dtype == "bfloat16" else 4.0, {"bfloat16": 2.0, "float32": 4.0}
-        return LevelsPlan(
-            self.levels.weights,
-            self.levels.gradients,
-            nodes,
-            gathered=stored if self.weights_code == "dense" else coded(8, WEIGHTS_BLOCK),
-            reduced=reduced,
-            summed=(coded(8, STEP_BLOCK) if self.levels.sum_code == "int8" else 4.0) if sums else 0.0,
-            update=update.get(self.levels.update_code, coded(8, STEP_BLOCK)),
-            secondary=self.levels.secondary > 0,
-            stored=stored,
-        )
-
     def hops_over(self, layout: Layout) -> int:
         """Return 2, within the node and then between nodes, if there are several ranks on each of several nodes; else
         1, over all ranks at once.
@@ -141,22 +117,40 @@ class ShardingOptions(Options):
         rule = "gradients of [sharding.levels] stay within the node; set 'int8' or 'int4'"
         self.require(len(self.hop_codes) < 2, "gradients_code", rule)
 
-    def planned(self, layout: Layout, param_dtype: str, on_cpu: bool) -> ShardPlan:
-        """Return the closed form of the shard axis for the planner.
+    def planned(
+        self, layout: Layout, param_dtype: str, *, sums: bool = True, on_cpu: bool = False
+    ) -> ShardPlan | LevelsPlan:
+        """Return the closed form of the shard axis.
 
         Args:
             layout: Layout of the run.
             param_dtype: Dtype of the weights in the forward pass.
+            sums: The hooks of three levels sum gradients between nodes, not a method of the replicate axis.
             on_cpu: Dense gradients use an all-to-all instead of a ring, as on gloo.
         """
-        return ShardPlan(
-            weights=self.weights_code,
-            secondary=self.secondary,
-            gradients=self.hop_codes,
-            hops=self.hops_over(layout) if self.active and not self.levels.active else 1,
-            weight_bytes=4 if param_dtype == "float32" else 2,
-            exchanged=on_cpu,
-            sparse=self.tagc if self.sparse else None,
+        weight_bytes, levels = 4 if param_dtype == "float32" else 2, self.levels
+        if not levels.active:
+            return ShardPlan(
+                weights=self.weights_code,
+                secondary=self.secondary,
+                gradients=self.hop_codes,
+                hops=self.hops_over(layout) if self.active else 1,
+                weight_bytes=weight_bytes,
+                exchanged=on_cpu,
+                sparse=self.tagc if self.sparse else None,
+            )
+        (reduced,) = [coded(int(name.removeprefix("int")), GRADIENTS_BLOCK) for name in self.hop_codes] or [4.0]
+        update = {"bfloat16": 2.0, "float32": 4.0}.get(levels.update_code, coded(8, STEP_BLOCK))
+        return LevelsPlan(
+            levels.weights,
+            levels.gradients,
+            layout.replicate,
+            gathered=float(weight_bytes) if self.weights_code == "dense" else coded(8, WEIGHTS_BLOCK),
+            reduced=reduced,
+            summed=(coded(8, STEP_BLOCK) if levels.sum_code == "int8" else 4.0) if sums else 0.0,
+            update=update,
+            secondary=levels.secondary > 0,
+            stored=float(weight_bytes),
         )
 
     def remarks(self, layout: Layout, validates: bool) -> list[str]:
