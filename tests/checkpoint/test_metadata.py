@@ -38,7 +38,13 @@ def test_removed_options_are_a_difference_unless_they_had_the_present_value() ->
 def test_removed_options_of_the_shard_axis_are_not_a_difference() -> None:
     here = asdict(ShardingOptions(weights_code="int8", levels=LevelsOptions(sum_code="int8")))
     saved = here | {"weights_block": 256, "gradients_block": 128, "hadamard": True, "hops": "auto"}
-    saved["tagc"] = here["tagc"] | {"code": "packed", "index_code": "auto", "ratio": 10.0, "fill": True, "micro": "last"}
+    saved["tagc"] = here["tagc"] | {
+        "code": "packed",
+        "index_code": "auto",
+        "ratio": 10.0,
+        "fill": True,
+        "micro": "last",
+    }
     assert compare({"sharding": here}, {"sharding": saved}) == (True, {})
     different = compare({"sharding": here}, {"sharding": saved | {"weights_code": "dense"}})[1]
     assert different.keys() == {"sharding"} and "'weights_code': 'dense'" in different["sharding"]

@@ -60,8 +60,7 @@ REMOVED_KEYS: dict[str, str] = {
     **dict.fromkeys(("sample", "sample.characters"), _SAMPLE),
     "validation.patience": "it was removed, delete it: best.json names the step with the lowest loss",
     "data.allow_special_tokens": "it was removed, delete it: text that spells a special token is ordinary text",
-    "sharding.hops": "it was removed, delete it: the layout determines the hops, and with [sharding.levels] the number "
-    "of codes in gradients_code",
+    "sharding.hops": "it was removed, delete it: the layout determines the hops",
     **{
         f"sharding.tagc.{key}": "it was removed, delete it: each step sends packed values once, at an exact index"
         for key in _TAGC
