@@ -116,7 +116,7 @@ class TagcReduce(CollectiveHook):
         return row
 
     def request_full_exchange(self) -> None:
-        """Make the last exchange of the next step complete."""
+        """Make the exchange of the next step complete."""
         self._full_exchange_requested = True
 
     def mark_full_exchange(self) -> None:
