@@ -38,6 +38,8 @@ from torchtitan_scape.topology.ring_bytes import (
 )
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, TrafficLedger
 
+PAYLOAD = "payload"  # kind of a message in the ledger
+
 
 class ReplicaCollectives(ABC):
     """Endpoint of one replica (or of one of its shards) for all communication between replicas.
@@ -97,7 +99,6 @@ class ReplicaCollectives(ABC):
         self,
         tensor: Tensor,
         mean: bool = True,
-        kind: str = "payload",
         codec: Codec | None = None,
         error: Tensor | None = None,
         carried_error: Tensor | None = None,
@@ -107,7 +108,6 @@ class ReplicaCollectives(ABC):
         Args:
             tensor: FP32 (n,); n is a multiple of `size_multiple(codec)`.
             mean: Compute the mean; otherwise the sum.
-            kind: Kind of message in the ledger.
             codec: Encodes the messages of the outermost level in both directions; None for FP32.
             error: FP32 (n,), receives the quantization error that this replica has to feed back: summed over replicas,
                 (tensor - error) is transmitted exactly. None to discard it.
@@ -119,18 +119,18 @@ class ReplicaCollectives(ABC):
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % self.size_multiple(codec) == 0
-        self._count(kind, all_reduce_stages(tensor.numel(), self.levels, message_size(codec)))
+        self._count(PAYLOAD, all_reduce_stages(tensor.numel(), self.levels, message_size(codec)))
         return self._all_reduce(tensor, float(self.replicas) if mean else 1.0, codec, error, carried_error)
 
     def reduces_together(self, device: torch.device) -> bool:
         """Return whether `all_reduce_together` is available for tensors on this device."""
         return False
 
-    def all_reduce_together(self, tensors: Sequence[Tensor], mean: bool = True, kind: str = "payload") -> Handle:
+    def all_reduce_together(self, tensors: Sequence[Tensor], mean: bool = True) -> Handle:
         """Start an all-reduce of several FP32 tensors over the replicas, in place and without a buffer, in one call."""
         if self.replicas == 1 or not tensors:
             return Handle()
-        self._count(kind, all_reduce_stages(sum(tensor.numel() for tensor in tensors), self.levels))
+        self._count(PAYLOAD, all_reduce_stages(sum(tensor.numel() for tensor in tensors), self.levels))
         return self._all_reduce_together(list(tensors), mean)
 
     def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
@@ -144,7 +144,7 @@ class ReplicaCollectives(ABC):
         codec: Codec,
         error: Tensor | None = None,
         adds_error: bool = False,
-        kind: str = "payload",
+        kind: str = PAYLOAD,
     ) -> Handle:
         """Start an all-reduce over the replicas, which are on one level, of values that the caller has encoded.
 
@@ -186,7 +186,7 @@ class ReplicaCollectives(ABC):
             limit = max(limit, chunk_entries)
         exchange_chunked(self, entries, limit, lambda buffer: self.all_reduce(buffer, mean, codec=codec), codec)
 
-    def pair_mean(self, tensor: Tensor, draw: int, kind: str = "payload") -> Handle:
+    def pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         """Start the mean over pairs of replicas that are drawn at random, in place.
 
         With several levels the replicas of a node, or of another unit of the outermost level, are averaged as well, and
@@ -196,7 +196,6 @@ class ReplicaCollectives(ABC):
         Args:
             tensor: FP32 (n,); n is a multiple of `size_multiple()`.
             draw: Number that determines the pairs, see `topology.pairs.partners`; equal on all replicas.
-            kind: Kind of message in the ledger.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
@@ -204,7 +203,9 @@ class ReplicaCollectives(ABC):
         outermost, partner = self.levels[-1], self.partner(draw)
         if partner is not None and outermost.link_levels:  # a ring's next rank may be on another link
             outermost = replace(outermost, level=outermost.link_levels[partner])
-        self._count(kind, pair_mean_stages(tensor.numel(), (*self.levels[:-1], outermost), float(partner is not None)))
+        self._count(
+            PAYLOAD, pair_mean_stages(tensor.numel(), (*self.levels[:-1], outermost), float(partner is not None))
+        )
         return self._pair_mean(tensor, draw)
 
     def partner(self, draw: int) -> int | None:
@@ -218,23 +219,20 @@ class ReplicaCollectives(ABC):
         """
         exchange_chunked(self, source, self.chunk_entries or CHUNK_ENTRIES, lambda buffer: self.pair_mean(buffer, draw))
 
-    def reduce_scatter(
-        self, tensor: Tensor, kind: str = "payload", codec: Codec | None = None, error: Tensor | None = None
-    ) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, codec: Codec | None = None, error: Tensor | None = None) -> Handle:
         """Start a reduce-scatter over the replicas: slice `replica` of `replicas` equal slices becomes its mean.
 
         The other slices become undefined.
 
         Args:
             tensor: FP32 (n,); n is a multiple of `replicas` times 4, or times the block size of the codec.
-            kind: Kind of message in the ledger.
             codec: Encodes the messages of the outermost level; the mean is not encoded. None for FP32.
             error: FP32 (n,), receives the quantization error; None to discard it.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
         assert tensor.numel() % (self.replicas * entries_together(codec)) == 0
-        self._count(kind, reduce_scatter_stages(tensor.numel(), self.levels, message_size(codec)))
+        self._count(PAYLOAD, reduce_scatter_stages(tensor.numel(), self.levels, message_size(codec)))
         return self._reduce_scatter(tensor, float(self.replicas), codec, error)
 
     def all_gather(self, output: Tensor, input: Tensor, kind: str = "mask") -> Handle:
@@ -268,7 +266,7 @@ class ReplicaCollectives(ABC):
         """Return the bytes that this rank sends in an all-gather of `input_bytes` per rank."""
         return sum(stage.sent for stage in all_gather_stages(input_bytes, self.levels))
 
-    def send_to_owners(self, messages: Tensor, owners: Sequence[int], kind: str = "payload") -> tuple[Handle, Tensor]:
+    def send_to_owners(self, messages: Tensor, owners: Sequence[int], kind: str = PAYLOAD) -> tuple[Handle, Tensor]:
         """Start sending a message to every owner, on one level.
 
         Args:
@@ -290,7 +288,7 @@ class ReplicaCollectives(ABC):
         return self._send_to_owners(received, messages, owners), received
 
     def gather_from_owners(
-        self, message: Tensor, size: int, owners: Sequence[int], kind: str = "payload"
+        self, message: Tensor, size: int, owners: Sequence[int], kind: str = PAYLOAD
     ) -> tuple[Handle, Tensor]:
         """Start gathering the messages of some replicas on all.
 

@@ -27,11 +27,10 @@ from scripts.study.special_tables import PLANNED
 from scripts.study.store import SETUP
 from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, timing, wanted
 from torchtitan_scape.config.parsing import parse
-from torchtitan_scape.core.workloads import LocalModel
+from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.step import last_backward, predict_step
 from torchtitan_scape.topology.links import Links
 from torchtitan_scape.topology.ring_bytes import LevelSize
-from torchtitan_scape.trainer.layout import parameter_shapes
 
 MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 
@@ -186,7 +185,7 @@ class EmulatedSet:
         pack, optimizer = silent["by_phase"].get("pack", 0.0), silent["phases"]["optimizer"]
         levels = [LevelSize("node", self.per_node), LevelSize("network", spec.size // self.per_node)]
         levels = [level for level in levels if level.size > 1]
-        model = LocalModel.of_shapes(parameter_shapes(parse([f"--job.config_file={spec.recipe}"])))
+        model = workload_of(parse([f"--job.config_file={spec.recipe}"])).whole()
         payload = sum(call.input_bytes for call in run.options.collective_calls(model, levels) if not call.hidden)
         compute = measured["phases"]["compute"]
         found = predict_step(

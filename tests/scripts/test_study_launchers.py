@@ -179,10 +179,11 @@ def test_a_coded_payload_of_one_part_is_predicted_as_one(tmp_path: Path, monkeyp
     (spec,) = grid.specs(grid.sets[0], "scape-0.047-int4")
     shapes = [(100, 1000), (100,)]
     one = SimpleNamespace(per_node=1, real=True, links=lambda _: links, passes=lambda _: silent)
-    monkeypatch.setattr(emulated, "parameter_shapes", lambda config: shapes)
+    model = LocalModel.of_shapes(shapes)
+    monkeypatch.setattr(emulated, "workload_of", lambda config: SimpleNamespace(whole=lambda: model))
     measured = {"phases": {"compute": 1.0}, "payload_parts": 1}
     found = EmulatedSet.predicted(one, spec, measured)  # type: ignore[arg-type]
-    payload, _ = ScapeOptions(density=0.047, code="int4").collective_calls(LocalModel.of_shapes(shapes), levels)
+    payload, _ = ScapeOptions(density=0.047, code="int4").collective_calls(model, levels)
     stages = payload.stages(levels) + scalar_stages(levels)
     assert found is not None and found["exposed"] == pytest.approx(sum(stage_seconds(stages, links)))
 

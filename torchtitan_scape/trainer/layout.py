@@ -20,7 +20,6 @@ from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from torchtitan_scape.topology.links import Links, with_measured_links
 from torchtitan_scape.topology.machines import detect_machine, get_machine
-from torchtitan_scape.trainer.specs import whole_model
 
 
 def is_dry_run(config: JobConfig) -> bool:
@@ -109,11 +108,6 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
                 f"[{section}] seq_len = {settings.seq_len} must be a multiple of {divisor} "
                 "(tensor degree x 2 x context degree)"
             )
-
-
-def parameter_shapes(config: JobConfig) -> list[tuple[int, ...]]:
-    """Return the full shapes of the model's parameters, without allocating memory."""
-    return [tuple(p.shape) for p in whole_model(config)[2].parameters()]
 
 
 def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int) -> tuple[list[int], dict[int, str]]:
