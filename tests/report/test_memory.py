@@ -125,8 +125,6 @@ def test_the_largest_stage_of_a_pipeline_is_predicted() -> None:
     assert report.kinds == kinds
 
 
-
-
 @pytest.mark.parametrize(
     "machine, device, memory, warns",
     [
