@@ -58,8 +58,7 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
         # Of NoLoCo; the mean of the slow weights is saved as the model.
         sizes["slow weights"] = replicas * kinds.get("slow_weights", 0.0) if residual == "exact" else 0.0
         sizes["slow momentum"] = rows * kinds.get("slow_momentum", 0.0)
-    if options.divides_update:  # every replica has its part, and saves it
-        rows = replicas
+    if options.divides_update:  # every replica has its part
         sizes |= {"moments": replicas * sizes["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
     if residual != "drop":
         # Residuals of a divided update are in BF16, and their mean in FP32.
