@@ -86,10 +86,6 @@ class _Version:
     manifest: str
     present: tuple[str, ...]
 
-    @property
-    def saved(self) -> float:
-        return float(parse_json(self.manifest).get("saved", 0.0))
-
 
 class NodeFolders:
     """The folders of all nodes. Construction is collective over all ranks.
@@ -314,7 +310,8 @@ def _preferred(versions: Sequence[_Version]) -> dict[int, str]:
         present.setdefault(one.manifest, set()).update(one.present)
 
     def rank(one: _Version) -> tuple[bool, float, str]:
-        return parse_json(one.manifest)["files"].keys() <= present[one.manifest], one.saved, one.manifest
+        content = parse_json(one.manifest)
+        return content["files"].keys() <= present[one.manifest], content.get("saved", 0.0), one.manifest
 
     steps: dict[int, _Version] = {}
     for one in versions:
