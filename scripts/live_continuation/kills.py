@@ -114,7 +114,7 @@ class LiveRun:
         self.update()
 
     def kill(self, names: Sequence[str], moment: str) -> float:
-        """Kill replicas and return when the first one died."""
+        """Kill replicas and return when the first one died. In an exchange they send the signal to themselves."""
         self.killed |= dict.fromkeys(names, 0.0)
         if moment == "step":
             for name in names:
@@ -279,24 +279,25 @@ Each loss:
 
 
 def main(args: argparse.Namespace) -> None:
-    name = f"live_continuation_{args.method}"
+    name = f"live_continuation_{args.method}" if args.kills else f"without_kills_{args.method}_{args.replicas}"
     record, command = args.output / f"{name}.json", command_of("scripts.live_continuation.kills")
     given = {key: value for key, value in vars(args).items() if key != "output"}
     found = read(record)
     if found is None or found["arguments"] != given:
         found = {"command": command, "arguments": given, "versions": versions()}
-    for kind, kills in (("killed", args.kills), ("undisturbed", 0)):
-        if kind not in found:
+    for kind, kills in {"killed": args.kills, "undisturbed": 0}.items():
+        if kind not in found and (kills or kind == "undisturbed"):
             with tempfile.TemporaryDirectory(prefix="scape-live-") as folder:
                 found[kind] = train(args, kills, Path(folder))
             write(record, found)
-    write(args.output / f"{name}.md", report(found["command"], args, found["undisturbed"], found["killed"]))
+    if args.kills:
+        write(args.output / f"{name}.md", report(found["command"], args, found["undisturbed"], found["killed"]))
 
 
 if __name__ == "__main__":
     options = {
         "--method": dict(default="diloco", choices=("diloco", "noloco")),
-        "--kills": dict(type=int, default=12),
+        "--kills": dict(type=int, default=12, help="0 for the run without kills alone"),
         "--replicas": dict(type=int, default=4),
         "--inner_steps": dict(type=int, default=20),
         "--batches": dict(type=int, default=7000, help="of all replicas, lost ones not counted"),
