@@ -15,7 +15,7 @@ from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.methods.base import clip_factor, norm_over_model
+from torchtitan_scape.methods.base import GradientMethod, clip_factor, norm_over_model
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
@@ -90,6 +90,8 @@ class OnebitAdam(Quantized):
         if not self._updates_variance:
             self._add_momenta(momenta, -1.0)
         return momenta
+
+    start = GradientMethod.start  # not in parts: `synchronize` adds and subtracts the old momentum
 
     def synchronize_momenta(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         """Return the new momentum divided by 1 - beta1. In a step of the warm-up: as `synchronize`.
