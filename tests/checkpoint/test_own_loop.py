@@ -1,6 +1,5 @@
 """Checkpoints of own training loops through `torch.distributed.checkpoint`: exact, or into another layout or method."""
 
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-import torchtitan_scape
 from tests.marks import covering, slow
 from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS, loss_of, make_model, make_optimizer, shard, shared, train, weights
@@ -466,32 +464,3 @@ def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
 def test_a_budget_of_bytes_is_recorded_as_what_it_chose(pool2: Pool, tmp_path: Path) -> None:
     for compared, recorded in pool2(options_with_a_budget, str(tmp_path)):
         assert compared == recorded != 0.1
-
-
-def files_of_a_load(folder: str, method: str) -> list[str]:
-    """Return the files of the product whose functions a load calls."""
-    from torchtitan_scape import checkpoint_states, load_checkpoint
-
-    model, optimizer = build(method, 1)
-    train(model, optimizer, range(8))
-    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=folder)
-    model, optimizer = build(method, 1)
-    files = set()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>":
-            files.add(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    load_checkpoint(folder, model, optimizer)
-    sys.setprofile(None)
-    roots = [str(Path(torchtitan_scape.__file__).resolve().parent / name) for name in ("", "kernels", "topology")]
-    of_product = tuple(str(Path(root).resolve()) + "/" for root in roots)
-    return sorted(file for file in files if str(Path(file).resolve()).startswith(of_product))
-
-
-@pytest.mark.parametrize(("method", "most"), [("dense", 25), ("scape", 31)])
-def test_a_load_calls_few_files(method: str, most: int, pool2: Pool, tmp_path: Path) -> None:
-    """A reader who follows a load opens these. A new one needs a reason."""
-    for files in pool2(files_of_a_load, str(tmp_path), method):
-        assert len(files) <= most and any(file.endswith("checkpoint/migration.py") for file in files), "\n".join(files)
