@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config import LRScheduler
@@ -212,6 +213,14 @@ def edited(path: Path, change: Callable[[Any], Any]) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def nested(depth: int) -> Any:
+    """Return a tuple with 2**depth leaves; its hash would visit all of them."""
+    value: Any = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
 def chunk(metadata: Any) -> Any:
     return metadata.state_dict_metadata["a"].chunks[0]
 
@@ -223,6 +232,8 @@ def storage(metadata: Any) -> Any:
 @pytest.mark.parametrize(
     "change, reason",
     [
+        (lambda m: m.state_dict_metadata.update({"x": nested(3)}), "refers to a tuple several times"),
+        (lambda m: m.planner_data.update({(1, (2, 3)): {1}}), "pickle opcode 0x8f"),
         (lambda m: setattr(chunk(m), "offsets", torch.Size([-1])), "is damaged"),
         (lambda m: setattr(chunk(m), "sizes", torch.Size([7])), "is damaged"),
         (lambda m: setattr(chunk(m), "sizes", torch.Size([1, 1])), "is damaged"),
@@ -231,6 +242,8 @@ def storage(metadata: Any) -> Any:
         (lambda m: setattr(m, "storage_meta", 5), "is damaged"),
         (lambda m: setattr(storage(m), "offset", -5), "is damaged"),
         (lambda m: setattr(storage(m), "length", "5"), "is damaged"),
+        (lambda m: m.storage_data.update({5: storage(m)}), "is damaged"),
+        (lambda m: object.__setattr__(next(iter(m.storage_data)), "fqn", 5), "is damaged"),
         (lambda m: m.state_dict_metadata.update({"x": 5}), "is damaged"),
     ],
 )
@@ -242,6 +255,24 @@ def test_crafted_metadata_is_refused_in_one_line(change: Callable[[Any], Any], r
     assert reason in str(info.value) and "\n" not in str(info.value)
     with pytest.raises(ValueError, match=r"^(?!.*bytes are free).*$"):
         load_into(str(path), {"a": torch.zeros(2)})
+
+
+def test_keys_with_very_many_leaves_are_refused_at_once(tmp_path: Path) -> None:
+    """The hash of the first has 2**30 leaves, and that of the second calls itself 2**24 times."""
+    of_tuples = b"\x80\x04}))\x86" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(30)) + b"Ns."
+    index: Any = "a"
+    for _ in range(24):
+        outer = MetadataIndex("a")
+        object.__setattr__(outer, "fqn", index)
+        object.__setattr__(outer, "offset", index)
+        index = outer
+    of_indices = pickle.dumps(index)[:-1].replace(b"\x80\x04", b"\x80\x04}", 1) + b"Ns."
+    for data, reason in ((of_tuples, "refers to a tuple several times"), (of_indices, "is damaged")):
+        (tmp_path / ".metadata").write_bytes(data)
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=reason):
+            CheckedReader(tmp_path).read_metadata()
+        assert time.monotonic() - begin < 3.0
 
 
 @pytest.mark.parametrize(
@@ -320,7 +351,9 @@ def test_a_damaged_value_of_the_method_is_one_line(wrong: Any, tmp_path: Path) -
 
 def test_metadata_are_read_once_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reads = save({"a": torch.ones(2)}, tmp_path / "c"), []
-    monkeypatch.setattr("torchtitan_scape.checkpoint.safe_load.check_metadata", reads.append)
+    monkeypatch.setattr(
+        "torchtitan_scape.checkpoint.safe_load.check_opcodes", lambda content: reads.append(len(content))
+    )
     first, second = (CheckedReader(path).read_metadata() for _ in range(2))
     assert len(reads) == 1 and first.storage_data == second.storage_data
     assert first.storage_meta.load_id != second.storage_meta.load_id  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import re
 import warnings
 from collections import OrderedDict
@@ -40,13 +41,100 @@ from torch.futures import Future
 from torchtitan_scape.checkpoint.storage import failure_text
 from torchtitan_scape.core.command import one_line
 
+_CODES = {code.name: ord(code.code) for code in pickletools.opcodes}
+
+
+def _of(names: str) -> set[int]:
+    return {_CODES[name] for name in names.split()}
+
+
+_TUPLES = _of("TUPLE TUPLE1 TUPLE2 TUPLE3")
+# After these a pickler stores the new object for later references.
+_NEW_OBJECTS = _TUPLES | _of(
+    "EMPTY_LIST EMPTY_DICT REDUCE NEWOBJ GLOBAL STACK_GLOBAL SHORT_BINUNICODE BINUNICODE SHORT_BINBYTES BINBYTES"
+)
+_PUTS = {_CODES["MEMOIZE"]: 0, _CODES["BINPUT"]: 1, _CODES["LONG_BINPUT"]: 4}  # Bytes of the number.
+_GETS = {_CODES["BINGET"]: 1, _CODES["LONG_BINGET"]: 4}
+_OTHERS = _of(
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT EMPTY_TUPLE APPEND APPENDS "
+    "SETITEM SETITEMS BUILD"
+)
+_ADMITTED_CODES = _NEW_OBJECTS | _PUTS.keys() | _GETS.keys() | _OTHERS
+
+
+def _size(code: pickletools.OpcodeInfo) -> int:
+    """Return the bytes of the argument; negative if it begins with its own length, of so many bytes."""
+    if code.arg is None:
+        return 0
+    of_length = {pickletools.TAKEN_FROM_ARGUMENT1: -1, pickletools.TAKEN_FROM_ARGUMENT4: -4}
+    return of_length.get(code.arg.n, -4 if code.arg.n == pickletools.TAKEN_FROM_ARGUMENT4U else code.arg.n)
+
+
+_SIZES = {ord(code.code): _size(code) for code in pickletools.opcodes}
+
 
 class RefusedError(pickle.UnpicklingError):
     """`.metadata` contains what no checkpoint needs; the message continues "it ..."."""
 
 
+class _Index:
+    """A MetadataIndex as it was read. Its hash is that of the object: the hash of MetadataIndex would visit whatever a
+    file has in its place.
+    """
+
+    fqn: Any = None
+    offset: Any = None
+    index: Any = None
+
+    def checked(self) -> MetadataIndex:
+        """Return the MetadataIndex. Raises TypeError if a field has another type."""
+        if (type(self.fqn), type(self.index)) not in ((str, int), (str, type(None))):
+            raise TypeError
+        if self.offset is not None and not isinstance(self.offset, torch.Size):
+            raise TypeError
+        return MetadataIndex(self.fqn, self.offset, self.index)
+
+
+def check_opcodes(content: bytes) -> None:
+    """Refuse references to tuples, and codes that no pickler writes for `.metadata`, before it is unpickled.
+
+    A few bytes can nest references to tuples so that the tuple has 2**60 leaves, which its hash visits.
+
+    Raises:
+        RefusedError: The pickle has such codes.
+        IndexError: It is incomplete.
+    """
+    position, number, last, tuples, stop = 0, 0, 0, set[int](), _CODES["STOP"]
+    frame, sizes = _CODES["FRAME"], _SIZES
+    while True:
+        code = content[position]
+        position += 1
+        if code not in _ADMITTED_CODES:
+            raise RefusedError(f"has the pickle opcode {code:#04x}, which no checkpoint needs")
+        if code in _PUTS:
+            if last not in _NEW_OBJECTS:
+                raise RefusedError("stores a reference where no checkpoint does")
+            width = _PUTS[code]
+            index = int.from_bytes(content[position : position + width], "little") if width else number
+            number += 1
+            if last in _TUPLES:
+                tuples.add(index)
+        elif code in _GETS and int.from_bytes(content[position : position + _GETS[code]], "little") in tuples:
+            raise RefusedError("refers to a tuple several times; reading it could take forever")
+        elif code == _CODES["GLOBAL"]:
+            position = content.index(b"\n", content.index(b"\n", position) + 1) + 1
+            last = code
+            continue
+        elif code == stop:
+            return
+        size = sizes[code]
+        position += size if size >= 0 else int.from_bytes(content[position : position - size], "little") - size
+        if code != frame:
+            last = code
+
+
 def check_metadata(metadata: Any) -> None:
-    """Check the types and numbers of all values.
+    """Check the types and numbers of all values, and replace each Index by its MetadataIndex.
 
     Raises:
         RefusedError: The metadata names a file outside of its folder.
@@ -61,6 +149,7 @@ def check_metadata(metadata: Any) -> None:
             raise TypeError
         if isinstance(stored, TensorStorageMetadata):
             _check_tensor(stored)
+    metadata.storage_data = {index.checked(): info for index, info in metadata.storage_data.items()}
     for info in metadata.storage_data.values():
         if type(info) is not _StorageInfo or type(info.relative_path) is not str:
             raise TypeError
@@ -96,18 +185,12 @@ def _member(kind: Any, name: str) -> Any:
 
 
 # All classes that FileSystemWriter of torch 2.10 to 2.14 writes into `.metadata`, except torch.dtype (see below).
-_OF_METADATA = (Metadata, MetadataIndex, StorageMeta, _StorageInfo, OrderedDict)
-_OF_ENTRIES = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
-)
-_ADMITTED = {(kind.__module__, kind.__name__) for kind in (*_OF_METADATA, *_OF_ENTRIES)}
+_CLASSES = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, StorageMeta, TensorProperties, TensorStorageMetadata)
+_ADMITTED = {(kind.__module__, kind.__name__) for kind in (*_CLASSES, _MEM_FORMAT_ENCODING, _StorageInfo, OrderedDict)}
 _ADMITTED |= {("torch", "Size"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")}
 _ADMITTED |= {("torch.serialization", "_get_layout")}  # looks a name up in a table
 _REPLACED = {
+    (MetadataIndex.__module__, "MetadataIndex"): _Index,
     ("builtins", "getattr"): _member,  # how Python 3.11.0 to 3.11.3 pickle an enum
     ("pathlib._local", "PosixPath"): Path,  # as Python 3.13 pickles it
 }
@@ -128,6 +211,7 @@ class _Unpickler(pickle.Unpickler):
 def _read_metadata(path: Path, size: int, mtime_ns: int) -> Metadata:
     """Return the checked contents of `.metadata`, with its size and time of change, which identify them."""
     content, enabled = path.read_bytes(), gc.isenabled()
+    check_opcodes(content)
     gc.disable()  # it would visit millions of objects repeatedly
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
