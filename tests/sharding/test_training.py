@@ -101,7 +101,7 @@ def test_muon_exchanges_sharded_matrices(local: bool, pool1: Pool, pool2: Pool, 
     [
         pytest.param("scape", SIMULATED, 0.35, marks=pytest.mark.slow),  # Weights do not change between replicas.
         pytest.param("diloco", SIMULATED, 0.65, marks=pytest.mark.slow),  # Each replica has its own weights.
-        ("scape", "--sync.scape.weights_dtype=bfloat16", 0.65),
+        ("scape", "--sync.scape.update=sharded --sync.scape.weights_dtype=bfloat16", 0.65),
     ],
 )
 def test_the_secondary_copy_follows_the_weights(
@@ -112,7 +112,7 @@ def test_the_secondary_copy_follows_the_weights(
     With the default collectives the bytes sent equal the planned ones.
     """
     nodes = ["--topology.ranks_per_node=1", "--parallelism.data_parallel_shard_degree=2"]
-    arguments = [*METHODS[method], *nodes, more, "--training.steps=3"]
+    arguments = [*METHODS[method], *nodes, *more.split(), "--training.steps=3"]
     dense = pool2(train, str(tmp_path / "dense"), arguments)
     raw = pool2(train_raw, str(tmp_path / "raw"), [*arguments, *INT8, "--sharding.secondary"])
     for one, other in zip(dense, raw, strict=True):
