@@ -81,7 +81,7 @@ def test_a_run_continues_without_a_lost_node_and_takes_it_up_again(copies: int, 
         wait_for_checkpoint()
         run.kill(victim)
         run.wait_for_start([1 - victim])
-        assert "replicas 2 -> 1" in nodes.output() and "receives the mean of 2 replicas' pending" in nodes.output()
+        assert "replicas 2 -> 1" in nodes.output() and "the mean of the pending gradients" in nodes.output()
         wait_for_checkpoint()
         run.start_again(victim)
         run.wait_for_start([0, 1])
