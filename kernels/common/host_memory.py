@@ -4,10 +4,11 @@ Copies between registered memory and a GPU are asynchronous and run at the full 
 tensors are rounded up to a power of two, which would waste up to half of the memory of large state.
 """
 
+import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,25 @@ from torch import Tensor
 from torchtitan_scape.kernels.common.dry_run import in_dry_run
 
 PORTABLE = 1  # for all devices: the current device may differ from the tensors' device
+TENSOR_ENTRIES = 16  # FP32 entries, so that every tensor begins at a multiple of 64 bytes
+
+
+def host_tensors(shapes: Sequence[Sequence[int]], device: torch.device, owner: Any) -> list[Tensor]:
+    """Return FP32 tensors of zeros in one block of host memory, registered if `device` is a GPU.
+
+    Args:
+        shapes: Shape of every tensor.
+        device: Device with which values are exchanged.
+        owner: Object that uses the tensors; see `register`.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    padded = [-(-size // TENSOR_ENTRIES) * TENSOR_ENTRIES for size in sizes]
+    # One block, because a page of memory can be registered only once.
+    values = torch.zeros(sum(padded), dtype=torch.float32, device="cpu")
+    if device.type == "cuda":
+        register(values, owner)
+    pieces = values.split(padded)
+    return [piece[:size].view(tuple(shape)) for piece, size, shape in zip(pieces, sizes, shapes, strict=True)]
 
 
 def register(values: Tensor, owner: Any, before_end: Callable[[], None] | None = None) -> bool:

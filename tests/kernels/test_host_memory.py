@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_scape.kernels.common import host_memory
-from torchtitan_scape.kernels.common.host_memory import _free_in_cgroups, register
+from torchtitan_scape.kernels.common.host_memory import _free_in_cgroups, host_tensors, register
 
 
 class Runtime:
@@ -29,16 +29,21 @@ class Runtime:
 
 
 def test_host_memory_is_registered_at_its_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its owner is collected, after copies that are in flight have ended."""
+    """In one block, until its owner is collected, after copies that are in flight have ended."""
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    owner, other = nn.Module(), nn.Module()
-    assert register(torch.zeros(33, 5), owner) and not register(torch.zeros(0), owner)
-    assert list(runtime.registered.values()) == [4 * 165]
-    assert register(torch.zeros(8), other, lambda: runtime.calls.append("finish"))
+    owner = nn.Module()
+    tensors = host_tensors([(33, 5), (), (0, 4), (1000,)], torch.device("cuda"), owner)
+    assert [t.shape for t in tensors] == [(33, 5), (), (0, 4), (1000,)] and not any(t.any() for t in tensors)
+    assert list(runtime.registered.values()) == [4 * (176 + 16 + 1008)]
+    assert all(t.data_ptr() % 64 == tensors[0].data_ptr() % 64 for t in tensors if t.numel())
+    values, other = torch.zeros(8), nn.Module()
+    assert register(values, other, lambda: runtime.calls.append("finish"))
     del other
     assert runtime.calls == ["finish", "unregister"] and len(runtime.registered) == 1
     del owner
+    assert not runtime.registered
+    host_tensors([(4,)], torch.device("cpu"), nn.Module())
     assert not runtime.registered
 
 
@@ -47,8 +52,8 @@ def test_memory_that_cannot_be_registered_stays_pageable(monkeypatch: pytest.Mon
     cleared: list[Any] = []
     monkeypatch.setattr(host_memory.torch, "ones", lambda *_, **options: cleared.append(options["device"]))
     with pytest.warns(UserWarning, match=r"0\.00 GB of host memory cannot be pinned \(CUDA error 2\).*ulimit -l"):
-        assert not register(torch.zeros(5), nn.Module())
-    assert cleared == ["cuda"]
+        (values,) = host_tensors([(5,)], torch.device("cuda"), nn.Module())
+    assert values.tolist() == [0.0] * 5 and cleared == ["cuda"]
 
 
 def test_memory_limits_of_control_groups(tmp_path: Path) -> None:

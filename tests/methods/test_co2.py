@@ -129,6 +129,14 @@ def test_a_full_exchange_uses_the_round_in_flight_and_the_present_one(pool1: Poo
     assert history[6][1] == history[5][1] and history[7][1] == 0.0
 
 
+@pytest.mark.parametrize("changes", [{}, {"outer_momentum": 0.0, "gap_penalty": False}])
+def test_states_in_host_memory_have_the_same_bits(changes: dict[str, Any], pool1: Pool) -> None:
+    plain, host = (pool1(trained, 14, "co2", CO2 | changes | {"host": on}, 2)[0][-1] for on in (False, True))
+    assert ("outer_momentum.embed" in plain[1][0]) == (not changes)
+    for a, b in zip([*plain[0], *plain[1]], [*host[0], *host[1]], strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def test_the_staleness_gap_is_1_without_an_earlier_step() -> None:
     """And finite effects without any displacement."""
     zero, one, two = (torch.tensor(x) for x in (0.0, 1.0, 2.0))
@@ -166,4 +174,6 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
     assert Co2Options().held_memory(model, 4) == kept | {"displacements": 12.0 * n}
     plain = Co2Options(gap_penalty=False, outer_momentum=0.0)
     assert "outer momentum" not in plain.held_memory(model, 4)
+    on_host = Co2Options(host=True)
+    assert on_host.host_memory(model, 4) == kept and on_host.held_memory(model, 4) == {"displacements": 12.0 * n}
     assert Co2Options().steps_per_round() == 96 and Co2Options().delays_exchanges()

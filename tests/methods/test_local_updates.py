@@ -366,6 +366,13 @@ def test_flush_exchanges_without_an_optimizer_step(method: str, options: dict[st
     assert not any(key.startswith("in_flight") for key in after[2])
 
 
+@pytest.mark.slow
+def test_states_in_host_memory_have_the_same_bits(pool1: Pool) -> None:
+    plain, host = (pool1(trained, 12, "streaming_diloco", STREAMING | {"host": on}, 2)[0][-1] for on in (False, True))
+    for a, b in zip([*plain[0], *plain[1]], [*host[0], *host[1]], strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
 def with_a_flipped_bit() -> list[str]:
     """Return the results of the consistency check while parameters differ, and after an anchor differs."""
     from torchtitan_scape.core.consistency import ReplicasDifferError

@@ -218,7 +218,7 @@ LAYERS = LocalModel(("tok_embeddings.weight", "layers.0.w", "layers.1.w", "layer
 
 @pytest.mark.parametrize("section", [DilocoOptions, StreamingDilocoOptions])
 def test_local_updates_send_all_once_per_round(section: type[DilocoOptions | StreamingDilocoOptions]) -> None:
-    """R(4 n) / H bytes, or the size of the encoded message; and anchor and outer momentum."""
+    """R(4 n) / H bytes, or the size of the encoded message; anchor and outer momentum, optionally on the host."""
     n, streaming = 4 * 1024 * 512, section is StreamingDilocoOptions
     more = {"fragments": 4, "delay": 2} if streaming else {}
     options = section(inner_steps=30, code="float32", **more)  # type: ignore[arg-type]
@@ -233,8 +233,10 @@ def test_local_updates_send_all_once_per_round(section: type[DilocoOptions | Str
     kept = {"anchor": 4.0 * n, "outer momentum": 4.0 * n}
     assert run.simulated_memory(LAYERS, 1) == adamw | kept | moved
     assert without_chunks(run, 3, LAYERS) == {k: 3 * v for k, v in (adamw | kept | moved).items()}
-    alone = PlannedRun(replace(options, outer_momentum=0.0), "AdamW")
-    assert alone.simulated_memory(LAYERS, 1) == adamw | {"anchor": 4.0 * n} | moved
+    on_host = PlannedRun(replace(options, host=True, outer_momentum=0.0), "AdamW")
+    assert on_host.options.host_memory(LAYERS, 4) == {"anchor": 4.0 * n} and options.host_memory(LAYERS, 4) == {}
+    assert on_host.options.host_link_traffic(LAYERS, 4) == (0.0, pytest.approx(12 * n / 30))
+    assert on_host.total_memory(get_workload("llama_500m"), 1, 4, 1).keys() & {"anchor", "outer momentum"} == set()
 
 
 def test_sparta_sends_a_block_group_in_every_step() -> None:

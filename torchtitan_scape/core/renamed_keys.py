@@ -25,7 +25,6 @@ RENAMED_KEYS: dict[str, dict[str, str]] = {
 _UPDATE_CODE = 'new values have the dtype of the weights: delete it, or set weights_dtype = "bfloat16"'
 _SAMPLE = "it was removed, delete it: transformers generates text with a model that torchtitan_scape.export wrote"
 _DENSE_NAMES = ("topk.dense_names", "tagc.dense_names", "radius.dense_names")
-_HOST = ("diloco.host", "streaming_diloco.host", "sparseloco.host", "co2.host")
 # Values that were the defaults of removed keys of [sharding.tagc], by present or earlier name.
 _TAGC: dict[str, Any] = {
     **dict.fromkeys(("code", "codec"), "packed"),
@@ -44,7 +43,6 @@ REMOVED_KEYS: dict[str, str] = {
     **{f"sync.scape.{key}": _UPDATE_CODE for key in ("update_code", "values", "values_dtype")},
     "sync.onebit_adam.variance_updates": "it was removed, delete it: every step of the warm-up updates the variance",
     **{f"sync.{key}": "it was removed, delete it: every matrix is compressed" for key in _DENSE_NAMES},
-    **{f"sync.{key}": "it was removed, delete it: anchor and outer momentum are on the device" for key in _HOST},
     "sync.powersgd.warm_start": "it was removed, delete it: every step starts from the previous factor",
     "sync.radius.selection": "it was removed, delete it: the largest updates of every tensor are selected",
     "sync.radius.clip_refresh": 'it was removed, delete it: "literal", the rule of the paper, is the only one',
@@ -74,7 +72,6 @@ _ONLY_VALUES: dict[str, Any] = {
     "sync.scape.keep_moment": 0.5,
     "sync.onebit_adam.variance_updates": 0,
     **{f"sync.{key}": [] for key in _DENSE_NAMES},
-    **{f"sync.{key}": False for key in _HOST},
     "sync.powersgd.warm_start": True,
     "sync.radius.selection": "tensor",
     "sync.radius.clip_refresh": "literal",

@@ -375,8 +375,8 @@ class LocalMethod(Method):
             others = [tensors[shard.name] for tensors in pending if shard.name in tensors]
             flat = [t.reshape(-1) for t in (stored(shard.parameter), anchors[shard.name], *others)]
             for weight, anchor, *rest in zip(*(t.split(PART) for t in flat), strict=True):  # a part at a time in FP64
-                distance = anchor - weight.double()
+                distance = anchor.to(weight.device) - weight.double()
                 for other in rest:
-                    distance += other
+                    distance += other.to(weight.device)
                 squares += distance.square().sum()
         return {"density": self.density(), "residual_norm": self.root_mean_square(squares, local)}

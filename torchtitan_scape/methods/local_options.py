@@ -5,9 +5,10 @@ and SparseLoCo consist of their options, see `methods.local_updates`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
+from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
@@ -71,6 +72,10 @@ class LocalOptions(MethodOptions):
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step, in [0, 1); 0 for none"""
 
+    host: bool = field(default=False, metadata=FREE)
+    """Keep anchor and outer momentum in host memory: 8 bytes per parameter less on the device, 4 without momentum. They
+    are read and written only at exchanges"""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.inner_steps >= 1, "inner_steps", "it must be 1 or more")
@@ -102,6 +107,12 @@ class LocalOptions(MethodOptions):
     def delays_exchanges(self) -> bool:
         return self.schedule().delay > 0
 
+    def offloaded(self) -> tuple[str, ...]:
+        return ("anchor",) if self.host else ()
+
+    def without_memory_savings(self) -> Self:
+        return replace(self, host=False)
+
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
     ) -> list[CollectiveCall]:
@@ -124,10 +135,26 @@ class LocalOptions(MethodOptions):
         exchange starts while the result of the last one is still needed. Fragments are assumed to be of equal size.
         """
         schedule = self.schedule()
-        n = 4.0 * model.entries
-        states = {"anchor": n} | ({"outer momentum": n} if self.stores_momentum() else {})
-        states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * (n / schedule.fragments)}
+        displacements = 4.0 * model.entries / schedule.fragments
+        states = {} if self.host else self._shared_states(model)
+        states |= {"displacements": (1 + (schedule.delay > 0) + schedule.restart) * displacements}
         return states | self.averaging().held_memory(model, replicas)
+
+    def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
+        return self._shared_states(model) if self.host else {}
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the mean traffic over a round.
+
+        The displacement reads the anchor; the outer step reads and writes all states on the host.
+        """
+        host = self.host_memory(model, replicas)
+        return 0.0, (host.get("anchor", 0.0) + 2 * sum(host.values())) / self.inner_steps
+
+    def _shared_states(self, model: LocalModel) -> dict[str, float]:
+        """Return the bytes of anchor and outer momentum, on the device or on the host."""
+        n = 4.0 * model.entries
+        return {"anchor": n} | ({"outer momentum": n} if self.stores_momentum() else {})
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import TRITON_DTYPES, outer_step
+from torchtitan_scape.kernels.common.host_memory import host_tensors
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.local_options import LocalOptions
@@ -91,19 +92,27 @@ class LocalUpdates(LocalMethod):
         super().__init__(context, options)
         self.schedule, averaging = options.schedule(), options.averaging()
         self.in_flight_kind = "displacement_in_flight" if self.schedule.restart else "in_flight"
-        self._anchors = {s.name: stored(s.parameter).detach().to(torch.float32, copy=True) for s in context.shards}
-        self._momenta: dict[str, Tensor] = {}
-        if options.stores_momentum():
-            self._momenta = {name: torch.zeros_like(anchor) for name, anchor in self._anchors.items()}
+        self._anchors = self._zeros(options.host)
+        for shard in context.shards:
+            self._anchors[shard.name].copy_(stored(shard.parameter).detach())
+        self._momenta = self._zeros(options.host) if options.stores_momentum() else {}
         self._fragments: list[_Fragment] = []
         for number in range(self.schedule.fragments):
             shards = [s for s in context.shards if self.schedule.fragment_of(s.name) == number]
             if shards:  # a model may have fewer layers
                 averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
                 assert isinstance(averaged, GradientMethod)
-                kernel = outer_step(self.backend) if self.has_outer_kernel else None
+                kernel = outer_step(self.backend) if self.has_outer_kernel and not options.host else None
                 self._fragments.append(_Fragment(number, shards, averaged, kernel))
         self._in_flight: list[_FragmentInFlight] = []
+
+    def _zeros(self, host: bool) -> dict[str, Tensor]:
+        """Return FP32 zeros of every parameter's shape, in host memory if `host`."""
+        values = {shard.name: stored(shard.parameter).detach() for shard in self.context.shards}
+        if not host:
+            return {name: torch.zeros_like(value, dtype=torch.float32) for name, value in values.items()}
+        device = self.context.shards[0].device
+        return dict(zip(values, host_tensors([value.shape for value in values.values()], device, self), strict=True))
 
     def exchange(self, info: StepInfo) -> None:
         full = self.take_full_exchange_request()
@@ -136,9 +145,14 @@ class LocalUpdates(LocalMethod):
         """Start averaging the displacements of a fragment."""
         thetas = [stored(shard.parameter) for shard in fragment.shards]
         anchors = [self._anchors[shard.name] for shard in fragment.shards]
-        displacements = flat(torch._foreach_sub(anchors, thetas))
-        if self.schedule.restart:
-            torch._foreach_copy_(thetas, anchors)
+        displacements: list[Tensor] = []
+        # States in host memory are copied one after the other.
+        parts = [range(len(thetas))] if anchors[0].device == thetas[0].device else [[i] for i in range(len(thetas))]
+        for part in parts:
+            own, targets = [anchors[i].to(thetas[i].device) for i in part], [thetas[i] for i in part]
+            displacements += flat(torch._foreach_sub(own, targets))
+            if self.schedule.restart:
+                torch._foreach_copy_(targets, own)
         averaging, factor = fragment.averaging, self.options.error_factor()
         if factor != 1.0:
             torch._foreach_mul_([t for state in averaging.states() for t in state.tensors.values()], factor)
@@ -169,12 +183,18 @@ class LocalUpdates(LocalMethod):
         self._in_flight.remove(exchange)
 
     def _step(self, theta: Tensor, anchor: Tensor, momentum: Tensor | None, mean: Tensor, mix: float) -> None:
-        """Run the outer step of one parameter."""
-        self.move_anchor(anchor.view(-1), None if momentum is None else momentum.view(-1), mean.view(-1))
+        """Run the outer step of one parameter. Anchor and momentum are copied if they are in host memory."""
+        on_device = anchor.to(theta.device)
+        v = None if momentum is None else momentum.to(theta.device)
+        self.move_anchor(on_device.view(-1), None if v is None else v.view(-1), mean.view(-1))
+        if on_device is not anchor:
+            anchor.copy_(on_device)
+        if momentum is not None and v is not None and v is not momentum:
+            momentum.copy_(v)
         if mix:
-            theta.mul_(mix).add_(anchor, alpha=1.0 - mix)
+            theta.mul_(mix).add_(on_device, alpha=1.0 - mix)
         else:
-            theta.copy_(anchor)
+            theta.copy_(on_device)
 
     def scale_means(self, means: dict[str, Tensor]) -> None:
         """Scale mean displacements, FP32 (n,) by name, in place before the outer step uses them. Collective."""

@@ -67,7 +67,8 @@ class Co2(LocalUpdates):
         # The order of the shards is that of the run, whatever the order in a checkpoint.
         names = [shard.name for shard in self.context.shards]
         stale = [means[name] for name in names]
-        last = [norm_of(self._momenta[name]) for name in names]
+        # One by one: with `host`, each momentum is copied to the device.
+        last = [norm_of(self._momenta[name].to(mean.device)) for name, mean in zip(names, stale, strict=True)]
         gap = staleness_gap(self._norm(last) * self.options.outer_lr, self._norm([norm_of(mean) for mean in stale]))
         torch._foreach_div_(stale, gap)
 

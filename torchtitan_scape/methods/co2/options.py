@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.local_options import FragmentSchedule, LocalOptions
 from torchtitan_scape.methods.options import MethodOptions
@@ -44,3 +45,9 @@ class Co2Options(LocalOptions):
 
     def stores_momentum(self) -> bool:
         return self.gap_penalty or super().stores_momentum()
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the mean traffic over a round: the penalty reads the momentum once more."""
+        each, mean = super().host_link_traffic(model, replicas)
+        momentum = self.host_memory(model, replicas).get("outer momentum", 0.0)
+        return each, mean + (momentum / self.inner_steps if self.gap_penalty else 0.0)
