@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_scape.checkpoint.storage import FileSum, _write_manifest, find_damage
+from torchtitan_scape.checkpoint.storage import MANIFEST, FileSum, _write_manifest, find_damage
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.files import pointer_text, write_whole
 from torchtitan_scape.data.manifest import Manifest, open_pair
@@ -56,7 +56,7 @@ def test_a_pointer_of_git_lfs_is_refused_by_its_name(name: str, read: Callable[[
 
 def test_a_pointer_in_a_checkpoint_is_its_damage(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").write_text(POINTER)
-    _write_manifest(tmp_path, [FileSum("__0_0.distcp", 12345, 0)])
+    _write_manifest(tmp_path / MANIFEST, [FileSum("__0_0.distcp", 12345, 0)])
     assert "__0_0.distcp is a Git LFS pointer" in (find_damage(tmp_path) or "")
 
 
