@@ -176,7 +176,7 @@ def _topk_step(grid: BlockGrid, k: int, code: str) -> None:
     if code != "float32":
         passes.keep_(x, message, values, flag)
     for over_senders in (False, True):
-        passes.mean_(x, message.repeat(2, 1), None, over_senders)
+        passes.mean_(x, message.repeat(2, 1), over_senders)
 
 
 def _cosine_step() -> None:

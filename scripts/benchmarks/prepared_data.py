@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def encoding(folder: Path) -> dict[str, float]:
 
     def tokenizer(_: int) -> int:
         batches = (texts[i : i + 512] for i in range(0, len(texts), 512))
-        return sum(len(ids) for batch in batches for ids in encoder._encode(batch))
+        encode = partial(encoder.tokenizer.encode_batch_fast, add_special_tokens=False)
+        return sum(len(one.ids) for batch in batches for one in encode(batch))
 
     def worker(number: int) -> int:
         unfinished = folder / str(number) / "unfinished"
