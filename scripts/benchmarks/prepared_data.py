@@ -63,7 +63,7 @@ def encoding(folder: Path) -> dict[str, float]:
     """Return tokens per CPU second of the tokenizer and of a worker of `prepare`; alternating, the fastest of three."""
     plan, parts, sources, encoder = prepare.plan_of(prepare._parser().parse_args([*PREPARE, str(folder)]))
     texts = [text for _, text in sources[0].read(parts[0])]
-    borders = len(encoder([""])[0])  # tokens around a document
+    borders = len(encoder.encode(""))  # tokens around a document
 
     def tokenizer(_: int) -> int:
         batches = (texts[i : i + 512] for i in range(0, len(texts), 512))
