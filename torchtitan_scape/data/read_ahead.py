@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ class SimulatedDataLoader(BaseDataLoader):
         self.loaders, self.each = tuple(loaders), each
 
     def __iter__(self) -> Iterator[Batch]:
-        replicas = [iter(loader) for loader in self.loaders]
-        while True:
-            for batches in replicas:
-                yield from islice(batches, self.each)
+        for batches in cycle([iter(loader) for loader in self.loaders]):
+            for _ in range(self.each):
+                if (batch := next(batches, None)) is None:
+                    return
+                yield batch
 
     def empty_documents(self) -> int:
         return sum(loader.empty_documents() for loader in self.loaders)
