@@ -289,7 +289,7 @@ def test_observing_does_not_change_a_bit(
     from torchtitan_scape.observe.record import FILE, read
 
     folder, plain = run_of_12(method, layout)
-    observed = ["--observe.enable", "--observe.windows=[[1,3],[5,8]]", "--observe.histograms", "2", "4"]
+    observed = ["--observe.enable", "--observe.windows=[[1,3],[5,8]]", "--observe.histograms=2,4"]
     arguments = [*METHODS[method], *LAYOUTS[layout], TWELVE, *observed, "--observe.names=*"]
     seen = pool_for(layout, request)(train, str(tmp_path), arguments)
     for one, other in zip(plain, seen, strict=True):

@@ -80,7 +80,7 @@ def test_the_width_of_the_feed_forward_layer_is_exact(half: int, ffn: int) -> No
         (sized("tiny", "gpt2", positions=32), "gpt2 tiny has learned positions for 32 tokens"),
         (sized("tiny", "gpt2", dim=-64), "[model.sizes] dim = -64; it must be positive and at most 16777216, or 0"),
         (sized(n_layers=10**6), "[model.sizes] n_layers = 1000000; it must be positive and at most 10000"),
-        (sized(dim=2.5), "--model.sizes.dim"),
+        (sized(dim=2.5), "[model.sizes] dim = '2.5'; it must be an integer"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused_in_one_line(arguments: list[str], message: str) -> None:
