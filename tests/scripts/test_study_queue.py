@@ -54,7 +54,7 @@ def test_a_set_expands_to_options_of_the_trainer(tmp_path: Path) -> None:
 def test_options_become_arguments() -> None:
     assert as_arguments("a.b_c", True) == ["--a.b_c"] and as_arguments("a.b_c", False) == ["--a.no-b-c"]
     assert as_arguments("a.b", ["x", "y"]) == ["--a.b=x,y"] and as_arguments("a.b", 1e-3) == ["--a.b=0.001"]
-    assert as_arguments("a.b", [10, 20]) == ["--a.b", "10", "20"]
+    assert as_arguments("a.b", [10, 20]) == ["--a.b=[10, 20]"]
 
 
 @pytest.mark.parametrize(
