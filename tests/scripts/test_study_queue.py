@@ -90,7 +90,14 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
     grid, folder = Grid(path), ROOT / "results" / path.stem
     store = Store(folder, [folder.parent / name for name in grid.shared])
     missing = len(Queue(grid, grid.sets, store, 1, folder).missing())
-    known = {"at_size": 6, "loss_for_bytes": 4, "quality_study": 1, "sizes": 10, "strong_scaling": 420}
+    known = {
+        "at_size": 6,
+        "loss_for_bytes": 4,
+        "quality_study": 1,
+        "sizes": 10,
+        "strong_scaling": 420,
+        "strong_scaling_paper_toy": 2,
+    }
     assert missing == (known | {"frontier_paper": 30, "radius_table_3": 5}).get(path.stem, 0)
     for line in store.own.values():
         if line["method"] in grid.methods:
