@@ -260,7 +260,7 @@ def report(command: str, args: argparse.Namespace, undisturbed: Row, killed: Row
     return f"""# Live continuation with {args.method}
 
 `{command}`: {args.replicas} replicas of one process each, {args.inner_steps} inner steps per round, a GPT of 237,184 \
-parameters, batches of 8 x 64 bytes, gloo, all on one CPU core that other programs used as well.
+parameters, batches of 8 x 64 bytes, gloo, all on the two CPU cores of one machine.
 
 {markdown(totals)}
 
