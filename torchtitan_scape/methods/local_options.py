@@ -5,8 +5,8 @@ and SparseLoCo consist of their options, see `methods.local_updates`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
@@ -109,9 +109,6 @@ class LocalOptions(MethodOptions):
 
     def offloaded(self) -> tuple[str, ...]:
         return ("anchor",) if self.host else ()
-
-    def without_memory_savings(self) -> Self:
-        return replace(self, host=False)
 
     def collective_calls(
         self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
