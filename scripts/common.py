@@ -45,7 +45,7 @@ def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
 def run_command(
     doc: str | None,
     work: Callable[[argparse.Namespace], int | None],
-    arguments: Mapping[str, dict[str, Any]],
+    arguments: Mapping[str, Any],
     stopped: str = "stopped; the same command goes on from here",
 ) -> int:
     """Parse a command's arguments, options by flag and others by name, and do its work with them, as in `guarded`."""

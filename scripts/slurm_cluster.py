@@ -176,8 +176,8 @@ class SlurmCluster:
         """
         environment = {**os.environ, **(env or {}), **self.environment(), **_identity(user)}
         given = ["runuser", "-u", user, "--", *command] if user else command
-        options = {"cwd": ROOT, "capture_output": True, "text": True} | options
-        return subprocess.run(self.cluster.inside(0, self._named(0, given)), env=environment, **options)
+        run_options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True} | options
+        return subprocess.run(self.cluster.inside(0, self._named(0, given)), env=environment, **run_options)
 
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""

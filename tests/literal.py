@@ -214,7 +214,7 @@ class Literal:
             masks[i][:] = False
         for r, own in enumerate(self.runs()):
             if self.selection == "tensor":
-                spans = {}
+                spans = dict[int, tuple[int, int]]()
                 for i, s, end in own:
                     spans[i] = (spans.get(i, (s, end))[0], end)
                 own = [(i, s, end) for i, (s, end) in spans.items()]

@@ -14,7 +14,8 @@ from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.scape.reference import mask_indices
 from torchtitan_scape.methods.scape.options import ScapeOptions
 
-SPARSE, DENSE = [(7, 9), (33, 5), (1, 1), (20, 20)], [(7,), (1,)]
+SPARSE: list[tuple[int, ...]] = [(7, 9), (33, 5), (1, 1), (20, 20)]
+DENSE: list[tuple[int, ...]] = [(7,), (1,)]
 
 
 def draw(seed: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:

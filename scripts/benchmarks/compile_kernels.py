@@ -45,6 +45,7 @@ from torchtitan_scape.kernels.exchange.layout import LISTS, BlockSlice
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
 from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.triton_masks import InPlaceEntries
 from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.methods.topk.messages import TopkMessages
@@ -226,6 +227,7 @@ def _scape_step(
         return  # the other kernels are those of the replicated update
     if not passes.compact and not used.dense:
         chunk, pieces = torch.zeros(64), passes.pieces()
+        assert isinstance(pieces, InPlaceEntries)
         pieces.fill(chunk, 0)
         pieces.store(chunk, 0)
     received = torch.zeros(2 * layout.wire_bytes(density, "block"), dtype=torch.uint8)

@@ -248,7 +248,10 @@ def frontier_rows(runs: Mapping[str, Any], model: str) -> list[dict[str, str]]:
     rows, forms = [], closed_forms(MODELS[model][1])
     for name, one in runs[model].items():
         found = {kind: (one["n"] * each, one["held"][kind]) for kind, each in forms[name].items()}
-        found["all of these"] = tuple(map(sum, zip(*found.values(), strict=True)))
+        found["all of these"] = (
+            sum(expected for expected, _ in found.values()),
+            sum(held for _, held in found.values()),
+        )
         for kind, (expected, held) in found.items():
             row = {"form": CASES[name][0] if kind == "parameters" else "", "kind": kind}
             row |= {"closed form, GB": f"{expected / 1e9:.3f}", "dry run, GB": f"{held / 1e9:.3f}"}

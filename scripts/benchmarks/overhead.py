@@ -89,7 +89,7 @@ class OverheadTrainer(ScapeTrainer):
 
 def rounds(name: str) -> tuple[int, int]:
     """Return the steps after which a method's exchanges repeat, (as measured, in a long run)."""
-    declared = METHODS[name]
+    declared: dict[str, Any] = METHODS[name]
     measured = declared.get("period", declared.get("settles", 1))
     return measured, REFRESH if "settles" in declared else measured
 

@@ -275,8 +275,9 @@ def count_step(
         optimizer = Muon(named) if muon else AdamS(named, lr=1e-2, kernels=backend, allocate_state=name != "scape")
         shards, ranks = collect_shards(optimizer.param_groups), OneOfManyRanks(replicas, per_node)
         # As in the trainer, which divides the loss by the tokens of all replicas.
-        common = {"gradient_scale": float(replicas), "total_steps": 1000, "kernels": backend, "max_norm": 1.0}
-        context = MethodContext(shards, ranks, optimizer, **common)
+        context = MethodContext(
+            shards, ranks, optimizer, gradient_scale=float(replicas), total_steps=1000, kernels=backend, max_norm=1.0
+        )
         with StepCounter():  # counters of steps are read
             method = entry.method(context, entry.options(**{**OPTIONS.get(name, {}), **options}))
         applied = torch.ones((), dtype=torch.bool, device=META)

@@ -13,6 +13,7 @@ rank 0 only, but replicas differ: save on every rank with `torch.save`, as nanog
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def main() -> None:
     fabric.launch()  # creates the process group
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x[:, :10].argmax(1))
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=16, shuffle=True))  # own batches for each rank
+    loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=16, shuffle=True))  # own batches for each rank
     steps = args.epochs * (len(loader) // args.accumulate)
 
     model = fabric.setup_module(nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10)))

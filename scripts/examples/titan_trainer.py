@@ -49,7 +49,7 @@ class ReplicaOptimizers(OptimizersContainer):
             kind = {"adams": AdamS, "muon": Muon}[self.kind]
             optimizer = kind(model.named_parameters(), lr=optimizer.param_groups[0]["lr"])
         replicas = parallel_dims.get_optional_mesh("dp_replicate")
-        self.optimizers = [
+        self.optimizers: list[Any] = [
             replicate(model, optimizer, self.method, replicas, max_norm=max_norm, reduction="sum", total_steps=steps)
         ]
 

@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
             for name, more in (("shared", []), ("private", ["--checkpoint.copies=1"])):
                 results[name] = lose_a_node(name, cluster, scratch, [*arguments, *more], bool(more))
                 print(name, results[name], flush=True)
-        last = [results[name].pop("checkpoint") for name in ("shared", "private")]
-        different = differences(*last, scratch)
+        different = differences(results["shared"].pop("checkpoint"), results["private"].pop("checkpoint"), scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     command = command_of("scripts.faults.private_folders")

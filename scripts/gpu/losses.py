@@ -15,16 +15,29 @@ from torchtitan_scape.data.manifest import MANIFEST
 
 REPLICAS, SEQUENCE, BATCH = 4, 512, 65536  # tokens
 PARAMETERS, STEPS = 10_981_440, 1526  # 100 M tokens
-SIZES = ("--model.flavor=50M", "--model.sizes.dim=320", "--model.sizes.n_layers=6", "--model.sizes.n_heads=5")
-SIZES += ("--model.sizes.n_kv_heads=5",)
+SIZES = (
+    "--model.flavor=50M",
+    "--model.sizes.dim=320",
+    "--model.sizes.n_layers=6",
+    "--model.sizes.n_heads=5",
+    "--model.sizes.n_kv_heads=5",
+)
 WARM_UP = 0.05  # of the steps
 MUON = ("--optimizer.name=Muon", "--optimizer.beta1=0.95")
 UPDATE = ("--sync.method=quantized_update", "--sync.quantized_update.update_code=1bit_unbiased", *MUON)
 SPARTA = ("--sync.method=sparta", "--sync.sparta.interval=3", "--sync.sparta.code=1bit", *MUON)
 SCAPE = ("--sync.method=scape", "--sync.scape.density=0.05", "--sync.scape.code=int4", "--optimizer.name=AdamS")
 # The best settings with 0.2 M parameters (docs/benchmarks/loss_for_bytes.md).
-MULOCO = ("--sync.method=diloco", "--sync.diloco.inner_steps=30", "--sync.diloco.code=e2m1", "--sync.diloco.decay=0.9")
-MULOCO += ("--sync.diloco.outer_lr=0.9", "--sync.diloco.outer_momentum=0.6", "--sync.flush_at_end", *MUON)
+MULOCO = (
+    "--sync.method=diloco",
+    "--sync.diloco.inner_steps=30",
+    "--sync.diloco.code=e2m1",
+    "--sync.diloco.decay=0.9",
+    "--sync.diloco.outer_lr=0.9",
+    "--sync.diloco.outer_momentum=0.6",
+    "--sync.flush_at_end",
+    *MUON,
+)
 DENSE = ("--sync.method=dense", *MUON)
 # Without a rate in the name: the rate of dense Muon, twice that for SPARTA, as smaller models needed it.
 RUNS: dict[str, tuple[str, ...]] = {
@@ -93,7 +106,12 @@ def repeated(result: Path, smoke: bool, count: str) -> None:
 
 def started(smoke: bool, steps: int) -> dict[str, Any]:
     """Return the first figures of a step."""
-    found = {"arguments": common(smoke), "replicas": 2 if smoke else REPLICAS, "steps": steps, "runs": {}}
+    found: dict[str, Any] = {
+        "arguments": common(smoke),
+        "replicas": 2 if smoke else REPLICAS,
+        "steps": steps,
+        "runs": {},
+    }
     if not smoke:
         found["text"] = read(TEXT / MANIFEST)
         found["text"]["source"].pop("path", None)  # differs between machines

@@ -175,7 +175,7 @@ def gaps(kernels: Sequence[Kernel]) -> dict[str, Any]:
     own = [kernel for kernel in kernels if "spin" not in kernel[0]]
     busy = idle = longest = 0.0
     until = own[0][1] if own else 0.0
-    by_name = Counter[str]()
+    by_name: Any = Counter[str]()  # of microseconds
     for name, start, end in own:
         gap = max(0.0, start - until)
         idle, longest = idle + gap, max(longest, gap)

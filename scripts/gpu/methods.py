@@ -50,7 +50,11 @@ LAYOUTS = {"2x2": (2, True), "flat": (1, False)}  # ranks per node; whether exch
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that waits says so before the limit of the step
 STEPS, MICRO_BATCHES, WIDTH, LAYERS, BATCH = 6, 2, 96, 2, 8
 WARM = 3  # steps in which kernels are compiled and buffers allocated
-OPTIMIZERS = {"AdamS": AdamS, "AdamW": partial(torch.optim.AdamW, fused=True), "Muon": partial(Muon, fused=True)}
+OPTIMIZERS: dict[str, Any] = {
+    "AdamS": AdamS,
+    "AdamW": partial(torch.optim.AdamW, fused=True),
+    "Muon": partial(Muon, fused=True),
+}
 # Options with which a method compresses from an early step on.
 OPTIONS: dict[str, dict[str, Any]] = {
     "scape": {"density": 0.1, "density_warmup_steps": 2, "code": "int4"},

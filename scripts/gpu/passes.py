@@ -58,11 +58,11 @@ class FirstOfMany(DryRunCollectives):
             return Handle()
         rows, rounding = tensor.view(self.replicas, -1), carried_error
         errors = None if error is None else error.view(self.replicas, -1)
-        if errors is not None and carried_error is None:
+        if rounding is None and errors is not None:
             rounding = torch.empty_like(errors[0])
         sent = codec.encode(rows, errors)
         mean = codec.encode_mean(sent, rows.shape[1], divisor, rounding, carried_error is not None)
-        if errors is not None and carried_error is None:
+        if carried_error is None and errors is not None and rounding is not None:
             errors[self.replica] += rounding * divisor
         codec.decode(mean.view(1, -1).repeat(self.replicas, 1), rows)
         return Handle()

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from scripts.examples.nanogpt_loop import GPT, GPTLayer, batch
 from scripts.live_continuation.membership import Arrival, Membership
 from torchtitan_scape import DilocoOptions, NolocoOptions, ReplicaOptimizer, replicate
+from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.groups import ReplicaGroups
@@ -109,9 +110,8 @@ class Replica:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the loss of the weights that all replicas share, with `noloco` their mean, on held-out text."""
-        method = self.optimizer.methods[0]
-        weights = [values.clone() for values in method.anchors().values()]
-        if method.model_state().per_replica:
+        weights = [values.clone() for values in self._method.anchors().values()]
+        if self._method.model_state().per_replica:
             for values in weights:
                 self.collectives.sum_over_replicas(values)
                 values.div_(self.collectives.replicas)
@@ -177,7 +177,7 @@ class Replica:
 
     def _exchange(self, _: Sequence[Arrival]) -> None:
         info = StepInfo((self.round + 1) * NEVER, torch.ones((), dtype=torch.bool))
-        self.optimizer.methods[0].exchange(info)
+        self._method.exchange(info)
 
     def _transfer(self, participants: Sequence[Arrival]) -> None:
         """Send the first participant's state to those that lack the last exchange."""
@@ -203,7 +203,7 @@ class Replica:
 
     def _exchanged_tensors(self, copy: bool = False) -> list[Tensor]:
         """Return the weights and the method's states, or copies of them."""
-        states = self.optimizer.methods[0].declared_states()
+        states = self._method.declared_states()
         tensors = [p.detach() for p in self.model.parameters()]
         tensors += [values for state in states for values in state.tensors.values()]
         return [values.clone() for values in tensors] if copy else tensors
@@ -227,12 +227,18 @@ class Replica:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(names), timeout=TIMEOUT)
         connected, cpu = time.monotonic(), time.process_time()
         kept, steps = self._exchanged_tensors(copy=True), self.optimizer.attempted_steps
-        self.optimizer.replace_weights(list(self.optimizer.methods[0].anchors().values()))
+        self.optimizer.replace_weights(list(self._method.anchors().values()))
         self.optimizer = self._build(dist.group.WORLD if len(names) > 1 else None)
         torch._foreach_copy_(self._exchanged_tensors(), kept)
         self.optimizer.attempted_steps, self.names = steps, names
         seconds = {"group": connected - begin, "optimizer": time.monotonic() - connected}
         self.log("regroups", names=names, seconds=seconds, optimizer_cpu=time.process_time() - cpu)
+
+    @property
+    def _method(self) -> LocalMethod:
+        method = self.optimizer.methods[0]
+        assert isinstance(method, LocalMethod)
+        return method
 
     def _build(self, group: dist.ProcessGroup | None) -> ReplicaOptimizer:
         self.collectives = LiveCollectives(group)

@@ -25,7 +25,7 @@ MAX_MICRO_BATCH = 32  # sequences
 _WITHOUT_EFFECT = ("job.", "metrics.")
 # Fields of a method's section, some of one method, that a run's identity contains only where a grid or recipe sets
 # them.
-_NOT_SPELLED_OUT = ("update", "weights_dtype", "offload", "bytes", "whiten_every")
+_NOT_SPELLED_OUT: tuple[str, ...] = ("update", "weights_dtype", "offload", "bytes", "whiten_every")
 _NOT_SPELLED_OUT += ("topk.code", "sparseloco.code", "demo.code", "diloco.decay", "streaming_diloco.decay")
 # Keys of a method that are not options of the trainer: those of its launch, which are part of a run's identity, among
 # them `program`, a module that simulates replicas in the place of the trainer; tables, of which `also` has further
@@ -34,8 +34,15 @@ LAUNCH_KEYS = ("peer", "rank", "every_forward", "last_only", "start_from", "prog
 _TABLES = ("also", "planned", "targets")
 _METHOD_KEYS = (*LAUNCH_KEYS, *_TABLES, "label", "density_warmup", "settles", "period")
 # Sections and keys that a method given as a recipe file may set.
-_OF_A_METHOD = ("optimizer.", "sync.", "sharding.", "parallelism.", "compile.", "activation_checkpoint.")
-_OF_A_METHOD += ("training.mixed_precision",)
+_OF_A_METHOD = (
+    "optimizer.",
+    "sync.",
+    "sharding.",
+    "parallelism.",
+    "compile.",
+    "activation_checkpoint.",
+    "training.mixed_precision",
+)
 _GRID_KEYS = {"title", "about", "recipe", "parameters", "lr_warmup", "density_warmup", "validations", "launcher"}
 _GRID_KEYS |= {"validation_tokens", "methods_of", "shared", "report", "defaults", "methods", "sets"}
 _OF_THE_GRID = ("lr_warmup", "validations", "validation_tokens")  # which a set may have too
@@ -196,7 +203,9 @@ class Grid:
         self.parameters = int(declared.get("parameters", 0))
         self.report: dict[str, Any] = declared.get("report", {})
         self.shared = list(declared.get("shared", []))
-        self.methods = dict(Grid(path.parent / declared["methods_of"]).methods) if "methods_of" in declared else {}
+        self.methods: dict[str, Options] = {}
+        if "methods_of" in declared:
+            self.methods |= Grid(path.parent / declared["methods_of"]).methods
         for name, table in declared.get("methods", {}).items():
             tables = {key: table.pop(key) for key in _TABLES if key in table}
             self.methods[name] = flatten(table) | tables

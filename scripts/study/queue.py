@@ -101,8 +101,9 @@ class Queue:
         While the tuning is not done: none, or with `guess` as many as there will be.
         """
         best = (runs[0] if guess else None) if self.waits_for(runs) else self.best_of(runs)
-        seeds = one.seeds[1:] if best else ()
-        return [self.grid.spec(one, best.method, best.learning_rate, seed, best.also) for seed in seeds]
+        if best is None:
+            return []
+        return [self.grid.spec(one, best.method, best.learning_rate, seed, best.also) for seed in one.seeds[1:]]
 
     def missing(self) -> list[RunSpec]:
         """Return the known runs that are neither stored nor running and have not failed in this process."""
@@ -161,9 +162,15 @@ class Queue:
             self.fail(spec, str(error))
             return
         with open(out / sittings.LOG, "ab") as log:
-            options = {"cwd": ROOT, "env": os.environ | ENVIRONMENT, "stdout": log, "stderr": subprocess.STDOUT}
             # In a session of its own: Ctrl-C reaches this process alone, which ends its children.
-            process = subprocess.Popen(command, start_new_session=True, **options)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.running.append(_Running(spec, process, time.monotonic(), out, earlier))
 
     def _collect(self, one: _Running) -> None:

@@ -249,7 +249,7 @@ def checked(spec: RunSpec, arguments: list[str], machine: Machine) -> tuple[JobC
     config = parse([f"--job.config_file={spec.config_file}", *arguments])
     config.topology.ranks_per_node = config.topology.ranks_per_node or machine.ranks_per_node
     if config.topology.machine == "auto":
-        config.topology.machine = machine.name
+        config.topology.machine = machine.name  # type: ignore[assignment]  # one of the presets
     with environment(WORLD_SIZE=str(spec.size)):
         layout = checked_layout(config, DEVICE)
     register(config, with_data=False)

@@ -12,9 +12,12 @@ from scripts.study.sweep_tables import PER_STEP_AND_NODE, Cell, Row, by_set, sec
 
 OPTIMIZER_PHASES = ("check", "wait", "pack", "exchange", "clip", "update")
 # Columns of a step with a shard axis, and the phases in each.
-SHARD_PARTS = {name: (f"shard {name}",) for name in ("weights", "gradients", "index", "update")}
-SHARD_PARTS |= {"replicas": ("exchange",), "optimizer": ("check", "pack", "clip", "update")}
-SHARD_PARTS |= {"compute and coding": ("forward_backward",)}
+SHARD_PARTS: dict[str, tuple[str, ...]] = {
+    **{name: (f"shard {name}",) for name in ("weights", "gradients", "index", "update")},
+    "replicas": ("exchange",),
+    "optimizer": ("check", "pack", "clip", "update"),
+    "compute and coding": ("forward_backward",),
+}
 PLANNED = "planned_shard_axis_bytes_per_step_and_rank"  # of the trainer's summary
 LEAST_BYTES = 1e3  # per step; less are scalars
 LOSS_TARGET = 0.005  # of the dense loss

@@ -309,9 +309,10 @@ def check_entering(case: Case) -> None:
         passes = case.passes(kind)
         step = case.step(case.draw(torch.float32, 1), case.draw(torch.float32, 2), masks, next_density=1.0)
         passes.bind(step)
-        assert passes.visits is not None and case.columns is not None
+        assert passes.visits is not None
         passes.count_entering(passes.visits)
         counts.append(passes.visits.counts)
+    assert case.columns is not None
     fresh = [used(case, masks[0], i) & ~used(case, masks[1], i) for i in range(len(case.sparse))]
     tables = [each.view(-1, columns) for each, columns in zip(fresh, case.columns, strict=True)]
     expected = torch.cat([table.sum(axis) for table in tables for axis in (1, 0)])
