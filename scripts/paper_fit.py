@@ -24,11 +24,9 @@ from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.machines import Links, get_machine
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, padded_size
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9

@@ -16,9 +16,9 @@ def run_replicas(replicas: int, work: Callable[[InProcessCollectives], Any], chu
     """
     simulated = SimulatedReplicas(replicas) if replicas > 1 else None
     if simulated is None:
-        from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+        from torchtitan_scape.topology.collectives import ReplicaCollectives
 
-        return [work(ProcessGroupCollectives(None))]  # type: ignore[arg-type]
+        return [work(ReplicaCollectives(None))]  # type: ignore[arg-type]
     for endpoint in simulated.endpoints:
         endpoint.is_writer, endpoint.chunk_entries, endpoint.min_columns = True, chunk_entries, 7
     return simulated.run(lambda replica: work(simulated.endpoints[replica]))

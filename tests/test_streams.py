@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.dense.reference import finite
 from torchtitan_scape.replica.guard import FiniteGuard
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.in_process import SimulatedReplicas
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 
 def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_only_the_finite_flag_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(record_event=lambda: event)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    guard = FiniteGuard(["w"], finite, ProcessGroupCollectives(None), PhaseTimer(torch.device("cpu")), 10)
+    guard = FiniteGuard(["w"], finite, ReplicaCollectives(None), PhaseTimer(torch.device("cpu")), 10)
     assert guard.last_applied()
     for value, verdict in ((1.0, True), (float("nan"), False)):
         asked.clear()

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_scape.topology.codecs import Codec, entries_together
-from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import chunk_limit
+from torchtitan_scape.topology.stages import Codec, Handle, entries_together
 
 Exchange = tuple[Handle, Callable[[], None]]  # (exchange in flight, function that stores its result)
 

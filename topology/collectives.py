@@ -1,48 +1,64 @@
-"""Communication between replicas: the interface that methods use, and the common part of its three implementations.
+"""Communication between replicas on process groups: the interface that methods use.
 
-- `process_groups`: a rank in a distributed run.
-- `in_process`: a simulated replica among replicas of one process.
-- `dry_run`: no communication; bytes are counted only.
-
-Code that uses `ReplicaCollectives` is written for one replica and works with each of them. Bytes are counted here, with
-the same formulas for all three. The methods that begin with an underscore run the exchanges of `topology.stages`;
-implementations replace those that they run in another way.
+Code that uses `ReplicaCollectives` is written for one replica. It also works with the two subclasses in
+`topology.in_process`: simulated replicas of one process, and a dry run without communication. Bytes are counted here,
+with the same formulas for all three. The methods that begin with an underscore run the exchanges of `topology.stages`;
+the subclasses replace those that they run in another way.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.topology import calls, stages
+from torchtitan_scape.topology import stages, traffic
 from torchtitan_scape.topology.chunks import ConcatSource, Source, exchange_chunked
-from torchtitan_scape.topology.codecs import Codec, entries_together, message_size
-from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists, gather_scalars, size_and_rank
-from torchtitan_scape.topology.pairs import partners
+from torchtitan_scape.topology.layout import RankGroup, partners, replica_index
 from torchtitan_scape.topology.partition import ALIGNED_BYTES, CHUNK_ENTRIES, chunk_limit
-from torchtitan_scape.topology.rank_group import RankGroup, replica_index
-from torchtitan_scape.topology.ring_bytes import (
+from torchtitan_scape.topology.stages import (
+    Codec,
+    CommStream,
+    Handle,
+    divide_,
+    entries_together,
+    message_size,
+    start_pair_mean,
+)
+from torchtitan_scape.topology.torch_version import all_gather_into, all_reduce_tensors, reduce_scatter_into
+from torchtitan_scape.topology.traffic import (
+    REPLICATE,
+    SHARD,
     Stage,
+    TrafficLedger,
     all_gather_stages,
     all_reduce_stages,
     pair_mean_stages,
     reduce_scatter_stages,
 )
-from torchtitan_scape.topology.traffic import REPLICATE, SHARD, TrafficLedger
 
 PAYLOAD = "payload"  # kind of a message in the ledger
 
+T = TypeVar("T")
 
-class ReplicaCollectives(ABC):
+
+class ReplicaCollectives:
     """Endpoint of one replica (or of one of its shards) for all communication between replicas.
+
+    Args:
+        replicas: `ReplicaGroups`, or the process group of the ranks that hold the same parameters, or None for one
+            replica.
+        model: Group of the shards of one replica, if `replicas` is a process group and parameters are DTensors.
+        level: The group of all replicas, if it is not determined by `replicas`.
+
+    Raises:
+        ValueError: Two ranks of `replicas` hold different shards of one replica.
 
     Attributes:
         levels: Groups of a hierarchical exchange, innermost first; () for one replica.
@@ -61,13 +77,21 @@ class ReplicaCollectives(ABC):
     chunk_entries = 0
     min_columns = 1 << 16
 
-    def __init__(self, groups: ReplicaGroups, level: RankGroup | None = None) -> None:
-        """level: The group of all replicas, if it is not determined by `groups`."""
+    def __init__(
+        self,
+        replicas: ProcessGroup | ReplicaGroups | None,
+        model: ProcessGroup | None = None,
+        level: RankGroup | None = None,
+    ) -> None:
+        groups = replicas if isinstance(replicas, ReplicaGroups) else ReplicaGroups(replicas, model)
+        _check_disjoint(groups)
         self.groups = groups
         self.levels = (level,) if level else groups.all_levels()
         self.replicas, self.replica = prod(each.size for each in self.levels), replica_index(self.levels)
         self.model_ranks, self.model_rank = size_and_rank(groups.model)
         self.ledger = TrafficLedger()
+        self._comm_streams = [CommStream() for _ in groups.comm_streams]
+        self._next_stream = 0
 
     @property
     def is_fake(self) -> bool:
@@ -85,11 +109,11 @@ class ReplicaCollectives(ABC):
 
         Every level can then divide the tensor into equal slices that are aligned to 16 bytes.
         """
-        return calls.size_multiple(self.levels, None if codec is None else codec.block_size)
+        return traffic.size_multiple(self.levels, None if codec is None else codec.block_size)
 
     def padded_size(self, count: int, codec: Codec | None = None) -> int:
         """Return `count`, rounded up to a multiple of `size_multiple`."""
-        return calls.padded_size(count, self.levels, None if codec is None else codec.block_size)
+        return traffic.padded_size(count, self.levels, None if codec is None else codec.block_size)
 
     def chunk_limit(self, entries: int, codec: Codec | None = None, in_place: bool = False) -> int:
         """Return the maximum entries of a chunk of an exchange; see `topology.partition.chunk_limit`."""
@@ -124,17 +148,16 @@ class ReplicaCollectives(ABC):
 
     def reduces_together(self, device: torch.device) -> bool:
         """Return whether `all_reduce_together` is available for tensors on this device."""
-        return False
+        if self.groups.replicate is None or self.is_fake:
+            return False
+        return len(self.levels) == 1 and device.type == "cuda"  # gloo would copy them into a buffer of their size
 
     def all_reduce_together(self, tensors: Sequence[Tensor], mean: bool = True) -> Handle:
         """Start an all-reduce of several FP32 tensors over the replicas, in place and without a buffer, in one call."""
         if self.replicas == 1 or not tensors:
             return Handle()
         self._count(PAYLOAD, all_reduce_stages(sum(tensor.numel() for tensor in tensors), self.levels))
-        return self._all_reduce_together(list(tensors), mean)
-
-    def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
-        raise NotImplementedError
+        return Handle(all_reduce_tensors(list(tensors), mean, self.groups.replicate))
 
     def all_reduce_messages(
         self,
@@ -195,7 +218,7 @@ class ReplicaCollectives(ABC):
 
         Args:
             tensor: FP32 (n,); n is a multiple of `size_multiple()`.
-            draw: Number that determines the pairs, see `topology.pairs.partners`; equal on all replicas.
+            draw: Number that determines the pairs, see `topology.layout.partners`; equal on all replicas.
         """
         if self.replicas == 1 or tensor.numel() == 0:
             return Handle()
@@ -337,13 +360,30 @@ class ReplicaCollectives(ABC):
 
     # ------------------------------------------------------------------- exchanges, without counting
 
-    @abstractmethod
     def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
-        """Start `exchange(levels)`, with levels whose groups communicate."""
+        """Run `exchange(levels)` on the next stream, or in the calling thread if there are no streams."""
+        if not self._comm_streams:
+            exchange((self._level,))
+            return Handle()
+        stream, levels = self._comm_streams[self._next_stream], self.groups.comm_streams[self._next_stream]
+        self._next_stream = (self._next_stream + 1) % len(self._comm_streams)
+        return stream.start(lambda: exchange(levels), device)
+
+    @property
+    def _level(self) -> RankGroup:
+        """The only level, on the group of the replicas."""
+        (level,) = self.levels
+        return replace(level, process_group=self.groups.replicate)
+
+    # On one level, FP32 exchanges are single collectives, which need no stream.
 
     def _all_reduce(
         self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
     ) -> Handle:
+        if codec is None and len(self.levels) == 1:
+            work = dist.all_reduce(tensor, group=self.groups.replicate, async_op=True)
+            return Handle(work.wait, partial(divide_, tensor, divisor))  # gloo has no ReduceOp.AVG
+
         def exchange(levels: tuple[RankGroup, ...]) -> None:
             if codec is None:
                 stages.all_reduce_(tensor, levels, divisor)
@@ -362,6 +402,14 @@ class ReplicaCollectives(ABC):
         return self._start(exchange, sent.device)
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        if codec is None and len(self.levels) == 1:
+            own, group = tensor.view(self.replicas, -1)[self.replica], self.groups.replicate
+            if tensor.is_cuda:
+                work = reduce_scatter_into(own, tensor, group=group, async_op=True)
+                return Handle(work.wait, partial(divide_, own, divisor))
+            parts = torch.empty_like(tensor)  # gloo: an all-to-all moves fewer bytes, see `topology.stages`
+            work = dist.all_to_all_single(parts, tensor, group=group, async_op=True)
+            return Handle(work.wait, lambda: divide_(torch.sum(parts.view(self.replicas, -1), 0, out=own), divisor))
         return self._start(lambda levels: stages.reduce_scatter_(tensor, levels, divisor, codec, error), tensor.device)
 
     def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
@@ -374,9 +422,13 @@ class ReplicaCollectives(ABC):
 
     def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
         partner = self.partner(draw)
+        if len(self.levels) == 1:
+            return start_pair_mean(tensor, self._level, partner)
         return self._start(lambda levels: stages.pair_mean_(tensor, levels, partner), tensor.device)
 
     def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        if len(self.levels) == 1:
+            return Handle(all_gather_into(output, input, group=self.groups.replicate, async_op=True).wait)
         return self._start(lambda levels: stages.all_gather_(output, input, levels), output.device)
 
     def _all_reduce_or(self, bits: Tensor) -> Handle:
@@ -385,33 +437,46 @@ class ReplicaCollectives(ABC):
     # ---------------------------------------------------- set-up, checks, reports and checkpoints; not counted
 
     @property
-    @abstractmethod
     def peers(self) -> tuple[list[int], int]:
         """(ranks that hold the same parameters, in the order of the replicate group; index of this rank)."""
+        group = self.groups.replicate
+        if group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0], 0
+        return dist.get_process_group_ranks(group), group.rank()
 
-    @abstractmethod
     def gather_from_peers(self, values: Tensor) -> Tensor:
         """Gather `values` (n,) of all `peers` as (replicas, n). For small tensors that are compared occasionally."""
+        if self.groups.replicate is None:
+            return values[None]
+        gathered = torch.empty(self.replicas * values.numel(), dtype=values.dtype, device=values.device)
+        all_gather_into(gathered, values, group=self.groups.replicate)
+        return gathered.view(self.replicas, -1)
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast the contiguous `tensor` of peer number `source` to all `peers`, in place."""
+        if self.groups.replicate is not None:
+            dist.broadcast(tensor, dist.get_process_group_ranks(self.groups.replicate)[source], self.groups.replicate)
 
-    @abstractmethod
     def sum_over_replicas(self, values: Tensor) -> None:
         """Sum `values`, of any dtype, over the replicas, in place. For checkpoints."""
+        if self.groups.replicate is not None:
+            dist.all_reduce(values, group=self.groups.replicate)
 
-    @abstractmethod
     def sum_over_all(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over all ranks of all replicas. For reports."""
+        values = values.clone()
+        for group in (self.groups.model, self.groups.replicate):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return values
 
-    @abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
         """Gather the `item` of every rank of every replica. For set-up and error messages."""
+        return gather_lists(self.groups.replicate, gather_lists(self.groups.model, [item]))
 
-    @abstractmethod
     def gather_from_replicas(self, item: Any) -> list[Any]:
         """Gather the `item` of all `peers`, in their order. For set-up."""
+        return gather_lists(self.groups.replicate, [item])
 
     # ----------------------------------------------------------------------- scalars, over all axes; counted
 
@@ -422,8 +487,11 @@ class ReplicaCollectives(ABC):
             self._count_scalar(axis, "flag", smallest.nbytes, 2.0 * (ranks - 1) / ranks)
         return smallest
 
-    @abstractmethod
-    def _minimum(self, values: Tensor) -> Tensor: ...
+    def _minimum(self, values: Tensor) -> Tensor:
+        smallest = self._minimum_over_model(values)
+        if self._scalars is not None:
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._scalars)
+        return smallest
 
     def sum_over_owners(self, value: Tensor) -> Tensor:
         """Return the sum of an FP32 () value over all ranks of all replicas, bitwise equal on all of them.
@@ -436,9 +504,10 @@ class ReplicaCollectives(ABC):
         self._count_scalar(REPLICATE, "norm", own.nbytes, float(self.replicas - 1))
         return self._gather_scalar(own).double().sum().to(own.dtype)
 
-    @abstractmethod
     def _gather_scalar(self, value: Tensor) -> Tensor:
         """Gather a () value of all replicas as (replicas,)."""
+        assert self._scalars is not None
+        return gather_scalars(value, self._scalars)
 
     def sum_over_model(self, value: Tensor) -> Tensor:
         """Return the sum of an FP32 () value over the ranks of this replica.
@@ -494,3 +563,25 @@ class ReplicaCollectives(ABC):
     def _scalars(self) -> ProcessGroup | None:
         """Group of flags and norms; None without other replicas in other processes."""
         return self.groups.scalars or self.groups.replicate
+
+
+class OneReplica:
+    """The single replica of this process, with the interface of `SimulatedReplicas`."""
+
+    def __init__(self, collectives: ReplicaCollectives) -> None:
+        self.endpoints, self.all = [collectives], collectives
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        return [work(0)]
+
+
+def _check_disjoint(groups: ReplicaGroups) -> None:
+    """Check that no other rank is both a peer, which holds the same shard, and a rank of the same replica."""
+    if groups.replicate is None or groups.model is None:
+        return
+    common = set(dist.get_process_group_ranks(groups.replicate)) & set(dist.get_process_group_ranks(groups.model))
+    if len(common) > 1:
+        raise ValueError(
+            f"ranks {sorted(common)} are given as replicas of each other, but hold different shards of one replica; "
+            "`replicas` must be the ranks that hold the same shard, such as the replicate axis of a 2-D mesh"
+        )

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.topology.layout import Layout, Tier
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import Layout, RankGroup, Tier
 from torchtitan_scape.topology.torch_version import all_gather_into
 
 # Multi-stage exchanges that may be in flight at once: one uses the network while the next one is inside the node.

@@ -1,37 +1,36 @@
-"""`ReplicaCollectives` of simulated replicas, which all run in one process. For simulations and tests.
+"""`ReplicaCollectives` whose other replicas are not in other processes: simulated replicas, and a dry run.
 
-Every replica runs the code of a rank in its own thread, one replica at a time: it runs until it reaches a collective,
-then the next replica continues. The order is deterministic, temporaries of a pass exist only once, and shared state
-needs no lock. Values are added in replica order. The ledger counts what one rank of a real run sends, with one replica
-per node and one group over the network.
+Every simulated replica runs the code of a rank in its own thread, one replica at a time: it runs until it reaches a
+collective, then the next replica continues. The order is deterministic, temporaries of a pass exist only once, and
+shared state needs no lock. Values are added in replica order. The ledger counts what one rank of a real run sends, with
+one replica per node and one group over the network.
+
+In a dry run bytes are counted, and tensors keep their values. It serves many ranks in one process, and code that acts
+for all simulated replicas of a process at once: its inputs have been summed already, or are equal on all replicas.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.collectives import ReplicaCollectives, T
 from torchtitan_scape.topology.groups import ReplicaGroups, gather_lists
-from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.stages import SimulatedGroup, divide_
-
-T = TypeVar("T")
+from torchtitan_scape.topology.layout import RankGroup
+from torchtitan_scape.topology.stages import Codec, Handle, SimulatedGroup, divide_
 
 
 class InProcessCollectives(ReplicaCollectives):
     """Endpoint of one of the `SimulatedReplicas`. Its collectives work only inside `SimulatedReplicas.run`."""
 
     def __init__(self, rendezvous: "_Rendezvous", replica: int, groups: ReplicaGroups) -> None:
-        super().__init__(groups, RankGroup("network", rendezvous.replicas, replica))
+        super().__init__(groups, level=RankGroup("network", rendezvous.replicas, replica))
         self._rendezvous = rendezvous
         self.is_writer = replica == 0
         self.label = f" (simulated replica {replica})"
@@ -39,9 +38,9 @@ class InProcessCollectives(ReplicaCollectives):
     def _exchange(self, item: Any, combine: Callable[[list[Any]], T]) -> T:
         return self._rendezvous.exchange(self.replica, item, combine)
 
-    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
-        exchange((replace(self.levels[0], process_group=SimulatedGroup(self._exchange)),))
-        return Handle()
+    @property
+    def _level(self) -> RankGroup:
+        return replace(self.levels[0], process_group=SimulatedGroup(self._exchange))
 
     def write_once(self, outputs: Sequence[Tensor], function: Callable[[Sequence[Tensor]], None]) -> None:
         def combine(each: list[tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], None]]]) -> None:
@@ -118,14 +117,100 @@ class InProcessCollectives(ReplicaCollectives):
         return self._exchange(value, torch.stack)
 
 
-class OneReplica:
-    """The single replica of this process, with the interface of `SimulatedReplicas`."""
+class DryRunCollectives(ReplicaCollectives):
+    """Endpoint of this replica, where the other replicas do not exist.
 
-    def __init__(self, collectives: ReplicaCollectives) -> None:
-        self.endpoints, self.all = [collectives], collectives
+    Args:
+        groups: Groups of the process; `model` holds the shards. Unless `replicas` is given, the number of replicas is
+            that of `levels` or of the (fake) replicate group.
+        replicas: Number of replicas, each on a separate node, in one group over the network.
+    """
 
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        return [work(0)]
+    def __init__(self, groups: ReplicaGroups | None = None, replicas: int = 0) -> None:
+        super().__init__(groups, level=RankGroup("network", replicas, 0) if replicas else None)
+
+    def _start(self, exchange: Callable[[tuple[RankGroup, ...]], None], device: torch.device) -> Handle:
+        return Handle()
+
+    def _pair_mean(self, tensor: Tensor, draw: int) -> Handle:
+        return Handle()
+
+    def _all_reduce(
+        self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None, carried_error: Tensor | None
+    ) -> Handle:
+        for each in (each for each in (error, carried_error) if each is not None):
+            each.zero_()
+        return Handle()
+
+    def _all_reduce_messages(
+        self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool
+    ) -> Handle:
+        means.copy_(sent)
+        if error is not None:
+            error.zero_()
+        return Handle()
+
+    def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
+        return self._all_reduce(tensor, divisor, codec, error, None)
+
+    def _send_to_owners(self, received: Tensor, messages: Tensor, owners: Sequence[int]) -> Handle:
+        if self.replica in owners:
+            received.copy_(messages[owners.index(self.replica)].expand_as(received))
+        return Handle()
+
+    def _gather_from_owners(self, gathered: Tensor, message: Tensor, owners: Sequence[int]) -> Handle:
+        if self.replica in owners:
+            gathered.copy_(message.expand_as(gathered))
+        else:
+            gathered.zero_()
+        return Handle()
+
+    def _all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        output.view(self.replicas, -1).copy_(input.expand(self.replicas, -1))
+        return Handle()
+
+    @property
+    def peers(self) -> tuple[list[int], int]:
+        return list(range(self.replicas)), self.replica
+
+    def gather_from_peers(self, values: Tensor) -> Tensor:
+        return values.expand(self.replicas, -1)
+
+    @property
+    def _peers_by_replica(self) -> list[int]:  # type: ignore[override]
+        return list(range(self.replicas))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Do nothing: the values are equal on all replicas."""
+
+    def sum_over_replicas(self, values: Tensor) -> None:
+        values.mul_(self.replicas)
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        values = values * self.replicas
+        if self.groups.model is not None:
+            dist.all_reduce(values, group=self.groups.model)
+        return values
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gather from the ranks of this replica, which exist unless the backend is fake."""
+        return [item] if self.is_fake else gather_lists(self.groups.model, [item])
+
+    def gather_from_replicas(self, item: Any) -> list[Any]:
+        return [item] * self.replicas
+
+    @property
+    def _scalars(self) -> None:
+        return None
+
+    def _minimum(self, values: Tensor) -> Tensor:
+        return self._minimum_over_model(values)
+
+    def sum_over_owners(self, value: Tensor) -> Tensor:
+        return self.sum_over_model(value)
+
+    def _gather_scalar(self, value: Tensor) -> Tensor:
+        return value.expand(self.replicas)
 
 
 class SimulatedReplicas:
@@ -262,3 +347,14 @@ def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
     divide_(total, divisor)
     for other in others:
         other.copy_(total)
+
+
+def collectives_of(
+    replicas: "ProcessGroup | ReplicaGroups | ReplicaCollectives | None", model: ProcessGroup | None = None
+) -> ReplicaCollectives:
+    """Return the endpoint for `replicas`; see `ReplicaCollectives`. With the fake backend, a dry run."""
+    if isinstance(replicas, ReplicaCollectives):
+        return replicas
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        return DryRunCollectives(replicas if isinstance(replicas, ReplicaGroups) else ReplicaGroups(replicas, model))
+    return ReplicaCollectives(replicas, model)

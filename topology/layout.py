@@ -1,13 +1,18 @@
-"""Parallelism layout: ranks on nodes, mesh coordinates and groups. Plain arithmetic: no process group, no torch."""
+"""Parallelism layout: ranks on nodes, mesh coordinates, groups, and random pairs. Plain arithmetic: no torch."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from torchtitan_scape.topology.machines import Level, Machine
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # TorchTitan's order of mesh axes, outermost first; a rank is the row-major index.
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -251,3 +256,67 @@ def ranks_per_node_from_environment(environ: Mapping[str, str], world_size: int)
         if name == "LOCAL_WORLD_SIZE" or int(match[1]) <= world_size:
             return int(match[1])
     return None
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """This rank's position in one communicator, and the link level to each member.
+
+    Attributes:
+        level: Level of the link to the next member, which ring algorithms send to.
+        size: Number of members.
+        group_rank: Index of this rank in the group.
+        ranks: Global ranks of the members, in group order; () if they are not known.
+        process_group: Communicator. None if the group has one member, or if its bytes are only counted.
+        link_levels: Level of the link to each member, "" for this rank itself; () if they are not known.
+    """
+
+    level: str
+    size: int
+    group_rank: int
+    ranks: tuple[int, ...] = ()
+    process_group: "ProcessGroup | None" = None
+    link_levels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, ranks: tuple[int, ...], rank: int, layout: Layout, process_group: "ProcessGroup | None" = None
+    ) -> "RankGroup":
+        """Return the group of `ranks` as `rank`, one of them, sees it."""
+        links = tuple("" if other == rank else layout.level(rank, other) for other in ranks)
+        return cls(layout.successor_level(rank, ranks), len(ranks), ranks.index(rank), ranks, process_group, links)
+
+
+def replica_index(levels: Sequence[RankGroup]) -> int:
+    """Return the index of a replica among all replicas.
+
+    The position on the innermost level (the first of `levels`) is the most significant digit, so that a hierarchical
+    all-gather writes each result to its final position without a copy.
+    """
+    index = 0
+    for group in levels:
+        index = index * group.size + group.group_rank
+    return index
+
+
+def partners(size: int, draw: int) -> list[int | None]:
+    """Return the partner of each of `size` ranks; None for a rank that rests.
+
+    If `size` is odd, rank `draw` modulo `size` rests, so that every rank rests once in `size` consecutive draws. The
+    others are divided into pairs at random.
+
+    Args:
+        size: Number of ranks.
+        draw: Number of the draw; the same number gives the same pairs on every machine.
+    """
+    partner_of: list[int | None] = [None] * size
+    ranks = [rank for rank in range(size) if size % 2 == 0 or rank != draw % size]
+    ranks.sort(key=lambda rank: sha256(f"{draw} {rank}".encode()).digest())
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
+        partner_of[first], partner_of[second] = second, first
+    return partner_of
+
+
+def paired_share(size: int) -> float:
+    """Return the fraction of draws in which a rank has a partner."""
+    return (size - size % 2) / size

@@ -1,13 +1,16 @@
-"""Machine presets: ranks per node, the device of a rank, and the links between ranks, innermost first.
+"""Machine presets, and measured links: ranks per node, the device of a rank, and the links between ranks.
 
-Numbers are nominal and come from the sources in machines.toml. Measurements on the machine itself are more accurate.
+The numbers of presets are nominal and come from the sources in machines.toml. Measurements on the machine itself are
+more accurate. Units of `Links` are seconds and bytes; presets and error messages use GB/s and microseconds.
 """
 
+import json
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+SCHEMA = "topology.preflight/1"  # of the file of measured links
 GIB = 2**30 / 1e9  # GB
 ASSUMED_STORAGE = 10.0  # GB/s of a shared file system, where no figure is known
 MEMORY_TOLERANCE = 0.03  # drivers keep different parts of a device's memory for themselves
@@ -66,7 +69,7 @@ class Machine:
         levels: Links, innermost first.
         source: Origin of the numbers.
         device: Device of a rank.
-        measured: Origin of measured links, see `topology.links.with_measured_links`; "" if they are nominal.
+        measured: Origin of measured links, see `with_measured_links`; "" if they are nominal.
         storage: GB/s that all nodes together write to the shared file system, at its peak; 0 if it is not known.
     """
 
@@ -117,3 +120,76 @@ def detect_machine(device_name: str) -> str:
     """Return the name of the preset for the name of an accelerator; "local" if no preset matches."""
     parts = {"GH200": "vista", "MI250X": "frontier", "A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200"}
     return next((name for part, name in parts.items() if part in device_name), "local")
+
+
+@dataclass(frozen=True)
+class Link:
+    """latency: seconds per message. bandwidth: bytes/s that one rank sends, in one direction."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links of a machine, by level.
+
+    Attributes:
+        levels: Link of each level.
+        source: Origin of the numbers, for messages.
+        memory_bandwidth: Measured bytes/s of a streaming pass on the device; 0 if it was not measured.
+        nominal: True for the unchanged numbers of a preset.
+    """
+
+    levels: Mapping[str, Link]
+    source: str
+    memory_bandwidth: float = 0.0
+    nominal: bool = False
+
+    def __getitem__(self, level: str) -> Link:
+        if level not in self.levels:
+            raise ValueError(
+                f"{self.source} has no level {level!r}, only {', '.join(self.levels) or 'none'}; "
+                "run the doctor on ranks that span that level, or take a preset"
+            )
+        return self.levels[level]
+
+    @classmethod
+    def from_machine(cls, machine: Machine) -> "Links":
+        """Return the numbers of a machine: nominal, unless they were measured."""
+        levels = {level.name: Link(level.latency * 1e-6, level.bandwidth * 1e9) for level in machine.levels}
+        return cls(levels, machine.measured or f"preset {machine.name}", nominal=not machine.measured)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "Links":
+        """Read a file of `python -m torchtitan_scape.doctor --output`. Raises ValueError for any other content."""
+        try:
+            stored = json.loads(Path(path).read_text())
+            schema = stored.get("schema") if isinstance(stored, dict) else None
+            if schema != SCHEMA:
+                raise ValueError(f"schema {schema!r}, expected {SCHEMA!r}")
+            levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
+            return cls(levels, f"measured, {path}", stored["memory_bandwidth"])
+        except KeyError as error:
+            reason = f"it has no {error}"
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            reason = str(error)
+        again = "run `python -m torchtitan_scape.doctor --output` again"
+        raise ValueError(f"links cannot be read from {path}: {reason}; {again}")
+
+    def with_bandwidth(self, level: str, bandwidth: float) -> "Links":
+        """Return a copy with another bandwidth, bytes/s, on one level. Raises ValueError for 0 or less."""
+        if not bandwidth > 0:
+            raise ValueError(f"the bandwidth of {level} is {bandwidth / 1e9:g} GB/s; it must be positive")
+        levels = {**self.levels, level: Link(self[level].latency, bandwidth)}
+        return replace(self, levels=levels, source=f"{self.source}, {level} set", nominal=False)
+
+
+def with_measured_links(machine: Machine, links: Links) -> Machine:
+    """Return the machine with measured links. Levels that were not measured keep the numbers of the preset."""
+    levels = []
+    for level in machine.levels:
+        if measured := links.levels.get(level.name):
+            level = replace(level, bandwidth=measured.bandwidth / 1e9, latency=measured.latency * 1e6)
+        levels.append(level)
+    return replace(machine, levels=tuple(levels), measured=links.source)

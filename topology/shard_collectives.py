@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.partition import ALIGNED_BYTES
-from torchtitan_scape.topology.rank_group import RankGroup
 from torchtitan_scape.topology.torch_version import all_gather_into
 from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
 

@@ -1,25 +1,164 @@
-"""Hierarchical collectives: reduce-scatter on the inner levels, exchange on the outermost one, then all-gather.
+"""Exchanges between replicas: the stages of hierarchical collectives, the codec of their messages, and their streams.
 
-Each byte crosses the network once per node and direction. Every rank of a node handles its own slice, so all NICs of
-the node are used. The functions block; a `CommStream` runs them in the background. `ReplicaCollectives` describes their
-tensors. Their argument `levels` contains this rank's group on every level, innermost first, each with a process group,
-or with a `SimulatedGroup`. `divisor` is the number of replicas for a mean, and 1 for a sum.
+A collective is a reduce-scatter on the inner levels, an exchange on the outermost one, then an all-gather. Each byte
+crosses the network once per node and direction. Every rank of a node handles its own slice, so all NICs of the node are
+used. The functions block; a `CommStream` runs them in the background. `ReplicaCollectives` describes their tensors.
+Their argument `levels` contains this rank's group on every level, innermost first, each with a process group, or with a
+`SimulatedGroup`. `divisor` is the number of replicas for a mean, and 1 for a sum.
 """
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.rank_group import RankGroup, replica_index
+from torchtitan_scape.topology.layout import RankGroup, replica_index
+from torchtitan_scape.topology.partition import ALIGNED_BYTES
 from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
 
 Levels = Sequence[RankGroup]
+
+HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
+EXIT_SECONDS = 5.0  # an exit of the process waits so long for the exchanges in flight
+
+Jobs = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+
+
+class Handle:
+    """An exchange in flight. Call `wait()` before its result is read; a second call has no effect."""
+
+    def __init__(self, wait: Callable[[], Any] | None = None, finish: Callable[[], Any] | None = None) -> None:
+        self._wait, self._finish = wait, finish
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            self._wait()
+        if self._finish is not None:
+            self._finish()
+        self._wait = self._finish = None
+
+
+class CommStream:
+    """Runs exchanges one after the other, in the order in which they are started.
+
+    Every rank must start the same exchanges in the same order. The process groups of a stream are used by no other
+    code, so its collectives match across ranks whatever other threads do. On a GPU an exchange is enqueued at once on
+    a separate CUDA stream. On a CPU it runs on a thread, because gloo blocks between the stages.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: Jobs | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, exchange: Callable[[], None], device: torch.device) -> Handle:
+        """Start `exchange`. On a CPU its exceptions are raised by `Handle.wait`."""
+        return self._on_stream(exchange, device) if device.type == "cuda" else self._on_thread(exchange)
+
+    def _on_stream(self, exchange: Callable[[], None], device: torch.device) -> Handle:
+        if self._stream is None:
+            # High priority: communication kernels take free SMs before the packing kernels that run meanwhile.
+            self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            exchange()
+            done = stream.record_event()
+
+        def wait(tensors: Callable[[], None] = exchange) -> None:
+            # The default argument keeps the exchange and its tensors alive. Their memory belongs to the caller's
+            # stream, so the allocator must not reuse it before that stream has waited.
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Handle(wait)
+
+    def _on_thread(self, exchange: Callable[[], None]) -> Handle:
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            # A daemon thread: an exchange that waits for a lost peer must not prevent the process from exiting.
+            thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="exchange", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, self._jobs, thread)  # also at the exit of the process
+        done: Future[None] = Future()
+        self._jobs.put((exchange, done))
+        return Handle(done.result)
+
+
+def _end(jobs: Jobs, thread: threading.Thread) -> None:
+    """End a thread after its exchanges: the interpreter would end it inside one, which aborts the process."""
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(EXIT_SECONDS)
+
+
+def _run_jobs(jobs: Jobs) -> None:
+    torch.set_grad_enabled(False)
+    while (job := jobs.get()) is not None:
+        exchange, done = job
+        try:
+            exchange()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+        del job, exchange, done  # otherwise these variables keep the tensors alive until the next exchange
+
+
+# ---------------------------------------------------------------------------------------------------- codecs
+
+
+class Codec(Protocol):
+    """Encodes FP32 values as bytes before they cross a link; block codes are in `kernels.codec`.
+
+    A message is the code of `count` entries; messages are the rows of a matrix.
+
+    Attributes:
+        block_size: Entries that are encoded together. `count` is a multiple of it, and the messages of whole blocks
+            have a multiple of 16 bytes.
+    """
+
+    block_size: int
+
+    def message_bytes(self, count: int) -> int:
+        """Return the bytes of a message of `count` entries."""
+
+    def encode(self, values: Tensor, error: Tensor | None = None) -> Tensor:
+        """Encode FP32 (rows, count). Returns uint8 (rows, message_bytes(count)).
+
+        error: FP32 (rows, count), becomes `values` minus the decoded values; it may be `values`.
+        """
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """Decode uint8 (rows, message_bytes(count)) into `out`, FP32 (rows, count)."""
+
+    def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
+        """Write the sum of the decoded messages to `out`, FP32 (count,). Rows are added in FP32, in row order."""
+
+    def encode_mean(
+        self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
+    ) -> Tensor:
+        """Encode (sum of the decoded messages) / divisor as uint8 (1, message_bytes(count)).
+
+        error: FP32 (count,), becomes the quantization error; with `adds_error` its value is first added to the mean.
+        """
+
+
+def entries_together(codec: Codec | None) -> int:
+    """Return the number of entries that must not be divided between ranks; None stands for FP32."""
+    return ALIGNED_BYTES // 4 if codec is None else codec.block_size
+
+
+def message_size(codec: Codec | None) -> Callable[[int], int] | None:
+    """Return the size of a message as a function of its entries; None for FP32."""
+    return None if codec is None else codec.message_bytes
+
+
+# ---------------------------------------------------------------------------------------------------- stages
 
 
 class SimulatedGroup:

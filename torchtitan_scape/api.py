@@ -23,5 +23,5 @@ from torchtitan_scape.optimizers.muon import Muon as Muon
 from torchtitan_scape.optimizers.signsgd import SignSGD as SignSGD
 from torchtitan_scape.replica.guard import NonFiniteGradientError as NonFiniteGradientError
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer as ReplicaOptimizer
+from torchtitan_scape.replica.replicate import Scape as Scape
 from torchtitan_scape.replica.replicate import replicate as replicate
-from torchtitan_scape.replica.scape import Scape as Scape

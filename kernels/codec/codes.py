@@ -1,4 +1,4 @@
-"""Block codes as a `topology.codecs.Codec`, in PyTorch or Triton."""
+"""Block codes as a `topology.stages.Codec`, in PyTorch or Triton."""
 
 from importlib import import_module
 

@@ -34,7 +34,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adams import AdamS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology import partition
-from torchtitan_scape.topology.in_process import OneReplica
+from torchtitan_scape.topology.collectives import OneReplica
 
 SCALE = 1024
 _SIDE = 32  # matrices have SCALE times fewer entries

@@ -227,7 +227,7 @@ def held(trainer: Any) -> dict[str, float]:
 def secondary_weights(flat: Any) -> list[torch.Tensor]:
     """Return what one of FSDP2's groups keeps after an all-gather. Messages have their size, but no content."""
     from torchtitan_scape.sharding.base import entries
-    from torchtitan_scape.sharding.messages import RowCodec
+    from torchtitan_scape.sharding.zeropp import RowCodec
 
     group = fsdp_parameter_group(flat.modules[0])
     gather, ranks = group._all_gather_comm, group._all_gather_process_group

@@ -21,8 +21,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.recorded import STORED, StepRecording
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.topology.calls import entries_in_flight
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize, entries_in_flight
 
 MODEL = replace(get_workload("llama_1_8b"), layers=8).local(1)
 # (replicas, replicas of a node, the exchange starts early)

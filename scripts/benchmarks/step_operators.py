@@ -39,12 +39,11 @@ from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.topology import process_groups, stages
-from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology import collectives, stages
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.in_process import OneReplica
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
+from torchtitan_scape.topology.stages import Handle
 
 META = torch.device("meta")
 WHOLE_REPLICAS = 8
@@ -187,11 +186,11 @@ class CallCounter(TorchFunctionMode):
         return result
 
 
-class OneOfManyRanks(ProcessGroupCollectives):
+class OneOfManyRanks(ReplicaCollectives):
     """The collectives of one of N ranks, on one level or on nodes of `per_node` ranks; see `as_one_rank`."""
 
     def __init__(self, replicas: int, per_node: int = 1) -> None:
-        super(ProcessGroupCollectives, self).__init__(ReplicaGroups(None, None), RankGroup("network", replicas, 0))
+        super().__init__(ReplicaGroups(None, None), level=RankGroup("network", replicas, 0))
         if per_node > 1:
             self.levels = RankGroup("node", per_node, 0), RankGroup("network", replicas // per_node, 0)
 
@@ -229,11 +228,11 @@ def as_one_rank(counter: StepCounter) -> Iterator[None]:
         ProcessGroup=object,
     )
     with ExitStack() as stack:
-        for module in (stages, process_groups):
+        for module in (stages, collectives):
             stack.enter_context(replaced(module, "dist", library))
             for name in ("all_gather_into", "reduce_scatter_into"):
                 stack.enter_context(replaced(module, name, collective))
-        stack.enter_context(replaced(process_groups, "all_reduce_tensors", lambda *_: collective().wait))
+        stack.enter_context(replaced(collectives, "all_reduce_tensors", lambda *_: collective().wait))
         stack.enter_context(replaced(launching, "launch", launch))
         yield
 

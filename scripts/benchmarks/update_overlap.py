@@ -36,13 +36,11 @@ from torchtitan_scape.models.llama import Llama
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.titan.models import RoPEScalingArgs, TransformerModelArgs
-from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
-from torchtitan_scape.topology.in_process import OneReplica
-from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.layout import RankGroup, plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
 
 MODULE = "scripts.benchmarks.update_overlap"
 ENVIRONMENT = "UPDATE_OVERLAP"  # of the ranks: the settings as JSON
@@ -87,7 +85,7 @@ class Variant:
             collectives.replica, collectives.levels = rank, (RankGroup("network", world, rank),)
         else:
             layout = plan_layout(world, ranks_per_node=1, machine=get_machine("local"), replicate=world, shard=1)
-            collectives = ProcessGroupCollectives(build_groups(layout, timedelta(minutes=10)))
+            collectives = ReplicaCollectives(build_groups(layout, timedelta(minutes=10)))
             collectives.broadcast_from_first = lambda tensors: None  # the seed is the same; the link is slow
         arguments = TransformerModelArgs(**SIZES, max_seq_len=SEQUENCE, rope_scaling_args=RoPEScalingArgs(1.0))
         torch.manual_seed(0)

@@ -30,7 +30,7 @@ from torchtitan_scape.methods.base import clip_factor
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.topology.in_process import OneReplica
+from torchtitan_scape.topology.collectives import OneReplica
 
 Kernel = tuple[str, float, float]  # name, start and end in microseconds
 Named = list[tuple[str, nn.Parameter]]

@@ -37,8 +37,7 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.sharding.build import build_sharding, groups_for
 from torchtitan_scape.sharding.levels import build_levels, holder_of
-from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.groups import ReplicaGroups, build_groups, build_level_groups
 from torchtitan_scape.topology.layout import Layout, plan_layout

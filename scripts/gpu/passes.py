@@ -26,9 +26,8 @@ from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common.launching import TileSchedule
 from torchtitan_scape.kernels.scape.step import PassInputs
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.stages import Codec, Handle
 
 REPLICAS, REPEATS = 8, 20
 CODE_REPLICAS, CODE_ENTRIES = 16, 2**26

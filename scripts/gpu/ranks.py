@@ -22,9 +22,9 @@ from scripts.gpu.machine import patience
 from scripts.gpu.processes import python
 from scripts.gpu.timing import find_device
 from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.stages import (
     all_gather_,
     all_reduce_,
@@ -68,7 +68,7 @@ def stages(result: Path, smoke: bool) -> None:
     device = start(timedelta(seconds=patience(smoke) * STAGE_SECONDS))
     group = dist.new_group([0])
     levels = tuple(RankGroup(level, 1, 0, process_group=group) for level in ("node", "network"))
-    endpoint = ProcessGroupCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
+    endpoint = ReplicaCollectives(ReplicaGroups(group, None, levels=levels, comm_streams=(levels, levels)))
     code = block_code("triton" if device.type == "cuda" else "torch", "int4")
     found: dict[str, Any] = {"backend": dist.get_backend(), "ranks": 1, "stages": {}}
 

@@ -27,8 +27,8 @@ from torchtitan_scape import DilocoOptions, NolocoOptions, ReplicaOptimizer, rep
 from torchtitan_scape.methods.base import LocalMethod
 from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 # `ReplicaOptimizer.step` never exchanges; `synchronize` does, with this multiple of the number of the round.
 NEVER = 1 << 40
@@ -38,7 +38,7 @@ RATE, MAX_NORM = 2e-3, 1.0
 TIMEOUT = timedelta(seconds=10)
 
 
-class LiveCollectives(ProcessGroupCollectives):
+class LiveCollectives(ReplicaCollectives):
     """Collectives of the present participants. Replicas do not wait for each other in a step.
 
     Attributes:

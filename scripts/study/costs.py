@@ -20,8 +20,7 @@ from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 WORKLOAD, MODEL = "llama_1_8b", "Llama-1.8B"
 SEQUENCES, MICRO_BATCH = 16, 4  # per rank and step; at a time

@@ -29,8 +29,8 @@ from scripts.study.timed import NEVER, PEERS_NOTE, TIMED, from_raw, medians, tim
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.step import last_backward, predict_step
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.machines import Links
+from torchtitan_scape.topology.traffic import LevelSize
 
 MACHINE = f"{os.cpu_count()} cores, gloo over TCP between network namespaces"
 

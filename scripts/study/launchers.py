@@ -22,8 +22,7 @@ from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.step import Assumptions, predict
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import Machine, get_machine
+from torchtitan_scape.topology.machines import Links, Machine, get_machine
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 ARRAYS = "observations.npz"

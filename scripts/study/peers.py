@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import StepInfo
-from torchtitan_scape.topology.calls import CollectiveCall
+from torchtitan_scape.topology.traffic import CollectiveCall
 
 Parallelize = Callable[..., nn.Module]
 

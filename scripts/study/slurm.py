@@ -35,8 +35,7 @@ from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import Machine, get_machine
+from torchtitan_scape.topology.machines import Links, Machine, get_machine
 from torchtitan_scape.trainer.layout import checked_layout
 from torchtitan_scape.trainer.specs import register
 

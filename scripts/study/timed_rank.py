@@ -39,9 +39,9 @@ from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.sharding.base import GRADIENTS, KINDS, WEIGHTS, CountedAllGather, CountedReduceScatter
 from torchtitan_scape.topology import shard_collectives
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.dry_run import DryRunCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.layout import RankGroup
+from torchtitan_scape.topology.stages import Handle
 from torchtitan_scape.topology.torch_version import all_gather_into
 from torchtitan_scape.trainer import command, optimizers, specs
 from torchtitan_scape.trainer.metrics import LEVELS

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from torchtitan_scape.checkpoint.metadata import FORMAT, RunMetadata, parse_record
-from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 
 
 def compare(here: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, dict[str, str]]:

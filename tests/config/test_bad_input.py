@@ -15,8 +15,7 @@ from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.registry import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.report.forecast import Forecast
-from torchtitan_scape.topology.links import SCHEMA, Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import SCHEMA, Links, get_machine
 from torchtitan_scape.trainer.layout import layout_of
 from torchtitan_scape.trainer.specs import register
 

@@ -34,8 +34,7 @@ from tests.pool import Pool
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.topology.links import SCHEMA, Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import SCHEMA, Links, get_machine
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
 PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "torchtitan_scape.planner.plan"]]

@@ -18,8 +18,7 @@ from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.cost import FlatRow, flat_rows
-from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.machines import get_machine

@@ -20,8 +20,8 @@ from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.sparta.method import Sparta
 from torchtitan_scape.methods.sparta.options import SpartaOptions
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.in_process import SimulatedReplicas
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 # Several tiles, a short last block, less than a block, nothing, one entry.
 SHAPES = [(20, 130), (129,), (4, 5), (0, 4), (1,)]
@@ -216,7 +216,7 @@ def radius(device: str, backend: str, replicas: int, chunk_entries: int) -> list
     optimizer = AdamS([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
-    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+    for endpoint in simulated.endpoints if simulated else [ReplicaCollectives(None)]:
         endpoint.chunk_entries = chunk_entries
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, max_norm=1.0)
         methods.append(Radius(context, RadiusOptions(start=0, interval=2, density=0.2)))
@@ -234,7 +234,7 @@ def radius(device: str, backend: str, replicas: int, chunk_entries: int) -> list
 def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[Tensor]:
     """Return parameters and states after four steps of two replicas, of which the second one is skipped."""
     simulated, methods = SimulatedReplicas(2), []
-    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+    for endpoint in simulated.endpoints if simulated else [ReplicaCollectives(None)]:
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, torch.float32, 0))]
         optimizer = AdamS(named, lr=1e-2)
         methods.append(
@@ -260,7 +260,7 @@ def adam(device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16)
     optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
-    for endpoint in simulated.endpoints if simulated else [ProcessGroupCollectives(None)]:
+    for endpoint in simulated.endpoints if simulated else [ReplicaCollectives(None)]:
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, total_steps=3)
         limit_chunks(endpoint, limits)
         methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))

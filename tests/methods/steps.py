@@ -19,7 +19,6 @@ from torchtitan_scape.methods.interface import Method, MethodContext, State, Ste
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.simulation import mean_of_rows
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 run_replicas = functools.partial(run_with_chunks, chunk_entries=CHUNK_ENTRIES)
 
@@ -201,7 +200,7 @@ def with_a_skipped_step(case: Case) -> list[Played]:
 
 
 def on_gloo(case: Case) -> Played:
-    collectives = ProcessGroupCollectives(dist.group.WORLD)
+    collectives = ReplicaCollectives(dist.group.WORLD)
     collectives.chunk_entries = CHUNK_ENTRIES  # as in `run_replicas`, because padding depends on the chunk size
     played = play(collectives, case)
     # Without states and weights, whose thousands of tensors take longer to send to the test than the steps.

@@ -13,7 +13,7 @@ from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.co2.method import Co2, staleness_gap
 from torchtitan_scape.methods.co2.options import Co2Options
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize
 
 # A bound that limits some entries of the momentum and not others, see `test_equals_the_reference_algorithm`.
 CO2 = {"inner_steps": 6, "outer_lr": 0.8, "outer_momentum": 0.5, "momentum_clip": 0.1}

@@ -37,13 +37,12 @@ from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
-from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import (
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.layout import RankGroup
+from torchtitan_scape.topology.stages import Codec, Handle
+from torchtitan_scape.topology.traffic import (
     LevelSize,
     Stage,
     all_gather_stages,
@@ -167,7 +166,7 @@ def test_plan_and_ledger_have_equal_bytes_on_every_level(case: Case, levels: tup
 
 
 class CountingCollectives(DryRunCollectives):
-    """Counts the consecutive messages of a rank, as `topology.links` prices them."""
+    """Counts the consecutive messages of a rank, as `topology.traffic` prices them."""
 
     messages = 0.0
 

@@ -27,7 +27,7 @@ from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize
 
 OPTIONS: dict[str, Any] = {"chunk": 8, "k": 5, "beta": 0.95}
 

@@ -21,11 +21,12 @@ from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, 
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import collect_shards, local
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
+from torchtitan_scape.topology.in_process import collectives_of
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
 from torchtitan_scape.topology.partition import CHUNK_ENTRIES
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives, collectives_of
 
 STEPS = 8
 
@@ -368,8 +369,8 @@ def test_uneven_tensor_parallel_shards_are_refused(pool2: Pool) -> None:
 
 def train_dense(together: bool, reduction: str, overlap: bool) -> dict[str, Any]:
     """Train with chunks in buffers, or in place as on a GPU."""
-    kept = ProcessGroupCollectives.reduces_together
-    ProcessGroupCollectives.reduces_together = lambda *_: together  # type: ignore[method-assign]
+    kept = ReplicaCollectives.reduces_together
+    ReplicaCollectives.reduces_together = lambda *_: together  # type: ignore[method-assign]
     try:
         model = make_model()
         optimizer = make_optimizer(model, "dense", reduction=reduction, overlap=overlap)
@@ -380,7 +381,7 @@ def train_dense(together: bool, reduction: str, overlap: bool) -> dict[str, Any]
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        ProcessGroupCollectives.reduces_together = kept  # type: ignore[method-assign]
+        ReplicaCollectives.reduces_together = kept  # type: ignore[method-assign]
     return {"weights": weights(model), "bytes": optimizer.stats()["sent_bytes"], "started": started}
 
 

@@ -129,8 +129,8 @@ def build(
     from torchtitan_scape.optimizers.muon import Muon
     from torchtitan_scape.optimizers.signsgd import SignSGD
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
-    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
+    from torchtitan_scape.topology.in_process import SimulatedReplicas
 
     class Model(nn.Module):
         def named_parameters(self, *args: Any, **more: Any) -> Any:
@@ -147,7 +147,7 @@ def build(
         "SignSGD": partial(SignSGD, lr=LR, weight_decay=DECAY),
         "Muon": partial(Muon, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
     }
-    replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ProcessGroupCollectives))
+    replicas = SimulatedReplicas(simulated) if simulated > 1 else OneReplica(_group(ReplicaCollectives))
     return ReplicaOptimizer(
         made[inner],
         entry.options(**options),

@@ -17,11 +17,10 @@ from tests.pool import Pool
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
-from torchtitan_scape.topology.in_process import OneReplica
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 STEPS, NAN_AT, UNUSED_AT, FAILS_AT = 6, 1, (2, 3), 4
 
@@ -69,7 +68,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
     world, rank = dist.get_world_size(), dist.get_rank()
     replicate = world // shard
     layout = plan_layout(world, ranks_per_node=shard, machine=get_machine("local"), replicate=replicate, shard=shard)
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
     collectives.chunk_entries = 64
     torch.manual_seed(0)
     model, replica = Net(), rank // shard
@@ -169,7 +168,7 @@ def test_overlap_does_not_change_a_bit(world: int, shard: int, request: pytest.F
 
 
 def used_twice() -> None:
-    collectives = ProcessGroupCollectives(dist.group.WORLD)
+    collectives = ReplicaCollectives(dist.group.WORLD)
     from torchtitan_scape.core.parameters import collect_shards
     from torchtitan_scape.methods.interface import MethodContext
 

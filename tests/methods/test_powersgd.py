@@ -19,7 +19,6 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.powersgd.method import Powersgd, orthonormalize
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 FACTORED = (0, 4)  # indices in SHAPES; the factors of the others would not be smaller
 
@@ -134,9 +133,7 @@ def against_the_hook(rank: int, shape: tuple[int, int], steps: int) -> tuple[lis
     )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD([("w", nn.Parameter(torch.zeros(shape)))])
-    setting = MethodContext(
-        collect_shards(optimizer.param_groups), ProcessGroupCollectives(dist.group.WORLD), optimizer
-    )
+    setting = MethodContext(collect_shards(optimizer.param_groups), ReplicaCollectives(dist.group.WORLD), optimizer)
     method = Powersgd(setting, PowersgdOptions(rank=rank, start=2))
     theirs, ours = [], []
     for number in range(1, steps + 1):

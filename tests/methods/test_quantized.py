@@ -19,13 +19,11 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
-from torchtitan_scape.topology.layout import plan_layout
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.layout import RankGroup, plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import LevelSize, bytes_by_level
+from torchtitan_scape.topology.traffic import LevelSize, bytes_by_level
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 30
@@ -134,7 +132,7 @@ def on_gloo() -> tuple[list[Tensor], list[Tensor]]:
     """Descend on gloo ranks with comm streams: two exchanges are in flight."""
     world = dist.get_world_size()
     layout = plan_layout(world, ranks_per_node=1, machine=get_machine("local"), replicate=world, shard=1)
-    return descend(ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60))), block=32)
+    return descend(ReplicaCollectives(build_groups(layout, timedelta(seconds=60))), block=32)
 
 
 def test_gloo_ranks_equal_the_reference_implementation(pool2: Pool) -> None:
@@ -243,7 +241,7 @@ def test_four_bits_send_one_eighth_of_dense() -> None:
 def over_nodes(code: str) -> dict[str, Any]:
     """Descend on two nodes of two ranks; sums within a node are not encoded."""
     layout = plan_layout(4, ranks_per_node=2, machine=get_machine("local"), replicate=4, shard=1)
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
     method, rank = make(collectives, code=code, block=32), dist.get_rank()
     given = gradients(1, rank, [torch.zeros(prod(shape)) for shape in SHAPES])
     result = method.synchronize([g.clone() for g in given], StepInfo(1, torch.tensor(True)))

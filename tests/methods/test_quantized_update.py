@@ -31,9 +31,8 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
-from torchtitan_scape.topology.in_process import SimulatedReplicas
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.in_process import DryRunCollectives, SimulatedReplicas
+from torchtitan_scape.topology.traffic import LevelSize
 
 APPLIED = torch.tensor(True)
 OPTIONS: dict[str, Any] = {"block": 32, "whiten_every": 3}

@@ -114,8 +114,8 @@ def train(
 ) -> dict[str, Any]:
     """Train the optimizer on random gradients, with all replicas in this process or one replica per rank."""
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
-    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
+    from torchtitan_scape.topology.in_process import SimulatedReplicas
 
     model, entry = nn.ParameterList(drawn(0)), METHODS[method]
     rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
@@ -126,7 +126,7 @@ def train(
     optimizers = ReplicaOptimizer(
         make,
         entry.options(**options),
-        OneReplica(ProcessGroupCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
+        OneReplica(ReplicaCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
         model=model,
         max_norm=MAX_NORM,
         reduction="sum",

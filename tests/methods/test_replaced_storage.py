@@ -10,7 +10,7 @@ from tests.kernels.exchange_checks import sparta
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
 from torchtitan_scape.kernels.exchange.layout import FIRST, SECOND, BlockSlice
 from torchtitan_scape.methods.coded_exchange import CodedExchange
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
 def check_scape(kernels: str, **options: Any) -> None:
@@ -50,7 +50,7 @@ def test_sparta_exchanges_a_new_storage() -> None:
 def test_views_of_replaced_tensors_are_not_kept() -> None:
     """They would keep the memory. A chunk that is not exchanged soon has none either."""
     device = torch.device("cpu")
-    alone = ProcessGroupCollectives(None)
+    alone = ReplicaCollectives(None)
     exchange = CodedExchange(alone, None, 32, device, 1, None, repeats=True, subtracts=True)
     chunks = [exchange.chunk([BlockSlice(0, first, 32, 32, 0)], 32) for first in (0, 32)]
     anchors, old, new = ([torch.zeros(64)] for _ in range(3))

@@ -19,7 +19,7 @@ from torchtitan_scape.methods.local_options import SparselocoOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize
 
 PUBLISHED = {"density": 64 / 4096, "decay": 0.95, "code": "2bit", "divisor": "senders"}
 

@@ -19,10 +19,9 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.sparta.method import Sparta
 from torchtitan_scape.methods.sparta.options import BLOCK, SpartaOptions, count_blocks, slices_of_group
 from torchtitan_scape.topology.groups import build_groups
-from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.in_process import SimulatedReplicas, collectives_of
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import collectives_of
 
 # More than a block, short last ones, less than a block, nothing.
 PARTS = [(5 * BLOCK, 1), (BLOCK + 5, 3), (4, 5), (0, 4), (200,), (9, BLOCK + 1)]

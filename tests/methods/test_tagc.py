@@ -13,7 +13,7 @@ from torchtitan_scape.methods.interface import StepInfo
 from torchtitan_scape.methods.tagc.options import TagcOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize
 
 
 class Literal:

@@ -22,7 +22,7 @@ from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.matrix_cost import optimizer_flops
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.in_process import DryRunCollectives
 
 INTERVAL = 3
 

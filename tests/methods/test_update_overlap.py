@@ -27,12 +27,11 @@ from torchtitan_scape.methods.quantized_update.columns import Columns
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
-from torchtitan_scape.topology.in_process import OneReplica
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.stages import Handle
 
 STEPS, NAN_AT, UNUSED_AT, FAILS_AT, LOADS_AT, FULL_AT = 9, 2, (3, 4), 5, 6, 7
 WIDTH, LAYERS = 32, 8
@@ -78,7 +77,7 @@ def _fail(_: Tensor) -> None:
 def build(
     overlap: bool,
     shard: int,
-    collectives: ProcessGroupCollectives,
+    collectives: ReplicaCollectives,
     options: dict[str, Any],
     other: nn.Module | None = None,
 ) -> ReplicaOptimizer:
@@ -116,7 +115,7 @@ def train(overlap: bool, shard: int, options: dict[str, Any]) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     replicate, replica = world // shard, rank // shard
     layout = plan_layout(world, ranks_per_node=shard, machine=get_machine("local"), replicate=replicate, shard=shard)
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
     collectives.chunk_entries = 1536
     optimizers = build(overlap, shard, collectives, options)
     begun: list[int] = []
@@ -270,7 +269,7 @@ class Stack(nn.Module):
 def started(model: nn.Module | None = None) -> ReplicaOptimizer:
     """Return an optimizer of two replicas after two steps, with changes of the weights in flight."""
     layout = plan_layout(2, ranks_per_node=1, machine=get_machine("local"), replicate=2, shard=1)
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60)))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60)))
     collectives.chunk_entries = 1536
     optimizers = build(True, 1, collectives, {}, model)
     for _ in range(2):

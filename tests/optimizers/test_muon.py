@@ -33,8 +33,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.sharding.matrix_cost import divides_matrices, gather_stages, gathered_matrices
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 HIDDEN = ("layers.0.weight", "layers.1.weight", "layers.2.weight")
 RATES: dict[str, Any] = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)

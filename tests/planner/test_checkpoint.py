@@ -14,8 +14,7 @@ from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving, checkpoint_bytes
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 
 def stored_and_predicted(folder: str, method: str, layout: str) -> list[tuple[str, float, float]]:

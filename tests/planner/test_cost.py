@@ -17,10 +17,9 @@ from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict, predict_step
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Link, Links, best_chunk_bytes, best_chunks, pipeline_seconds, stage_seconds
-from torchtitan_scape.topology.machines import GIB, MACHINES, get_machine
+from torchtitan_scape.topology.machines import GIB, MACHINES, Link, Links, get_machine
 from torchtitan_scape.topology.partition import chunk_sizes
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import LevelSize, best_chunk_bytes, best_chunks, pipeline_seconds, stage_seconds
 
 LINKS = Links({"a": Link(1e-5, 1e9), "b": Link(1e-4, 1e8), "c": Link(1e-3, 1e7)}, "a test")
 

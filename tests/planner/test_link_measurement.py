@@ -11,8 +11,7 @@ from tests.pool import Pool
 from torchtitan_scape.doctor import main
 from torchtitan_scape.planner.link_measurement import _tiers, fit_link, measure
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import SCHEMA, Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import SCHEMA, Links, get_machine
 
 
 def points(latency: float, bandwidth: float, size: int = 4) -> list[dict]:

@@ -17,8 +17,7 @@ from torchtitan_scape.planner.plan import main
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 MODEL = get_workload("llama_1_8b")
 N, LOCAL = MODEL.parameters, MODEL.local(1)

@@ -36,8 +36,8 @@ from torchtitan_scape.planner.candidates import (
 from torchtitan_scape.planner.plan import main, report
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
-from torchtitan_scape.topology.links import Links, stage_seconds
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.machines import Links
+from torchtitan_scape.topology.traffic import LevelSize, stage_seconds
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48", "--model", "llama_1_8b")
 SLOW = ("--network-bandwidth", "1.25")  # one tenth of the nominal bandwidth

@@ -25,8 +25,7 @@ from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
 
 SHAPES = ((4096, 1024), (1024, 512), (1000,))
 MODEL = LocalModel.of_shapes(SHAPES)

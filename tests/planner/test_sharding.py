@@ -10,8 +10,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 MODEL, M, P = get_workload("llama_1_8b"), 2, 8
 LAYOUT = plan_layout(M * P, ranks_per_node=P, machine=get_machine("dgx-a100"), replicate=1, shard=M * P)

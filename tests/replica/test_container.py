@@ -14,15 +14,14 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.backends import finite_check
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.replica.guard import FiniteGuard, NonFiniteGradientError, gradient_check
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
     """Return the residual norm before the request, after its skipped step, and after the next step."""
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.topology.in_process import OneReplica
-    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 
     torch.manual_seed(0)
     model, entry = nn.Linear(40, 30), METHODS[name]
@@ -30,7 +29,7 @@ def whole_send_after_a_skipped_step(name: str) -> list[float]:
     optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
         entry.options(**options),
-        OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        OneReplica(ReplicaCollectives(dist.group.WORLD)),
         model=model,
         max_norm=1.0,
         reduction="sum",
@@ -61,7 +60,7 @@ def test_a_skipped_full_exchange_is_repeated(name: str, pool2: Pool) -> None:
 def test_a_non_finite_sum_is_not_attributed_to_one_rank(summed_over: str) -> None:
     """A rank sees only its shard of a sum over ranks, so that any of them may have caused the NaN."""
     everywhere = [(0, []), (1, ["parameter 'w'"])]
-    collectives = ProcessGroupCollectives(None)
+    collectives = ReplicaCollectives(None)
     collectives.gather_objects = lambda _: everywhere  # type: ignore[method-assign]
     guard = FiniteGuard(["w"], finite_check("torch"), collectives, PhaseTimer(torch.device("cpu")), 1)
     guard.summed_over = summed_over

@@ -13,7 +13,7 @@ from tests.logs import logged
 from tests.pool import Pool
 from tests.replica.own_loop import loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica import loop_checks
+from torchtitan_scape.replica import checks
 from torchtitan_scape.replica.replicate import replicate
 
 
@@ -38,7 +38,7 @@ def called_alone(methods: list[str]) -> list[str]:
             optimizer = make_optimizer(model, method)
             train(model, optimizer, range(5))
             if disturbed and alone:
-                loop_checks.SECONDS = 0.2
+                checks.WAIT_SECONDS = 0.2
                 if optimizer.stats().keys() < {"grad_norm", "sent_bytes", "density", "clip_factor"}:
                     wrong.append(f"{method}: {optimizer.stats()}")
                 text = caught(optimizer.state_dict)
@@ -49,7 +49,7 @@ def called_alone(methods: list[str]) -> list[str]:
             ends.append(weights(model))
         if not torch.equal(*ends):
             wrong.append(f"{method}: weights differ")
-        loop_checks.SECONDS = 20.0
+        checks.WAIT_SECONDS = 20.0
         optimizer.state_dict()
         if alone:
             time.sleep(0.05)  # the first rank may come late

@@ -12,9 +12,8 @@ from torch import nn
 
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import batch, make_model, make_optimizer, train
-from torchtitan_scape.replica import setup_checks
-from torchtitan_scape.replica.replicate import replicate
-from torchtitan_scape.replica.scape import Scape
+from torchtitan_scape.replica import checks
+from torchtitan_scape.replica.replicate import Scape, replicate
 from torchtitan_scape.topology.groups import ReplicaGroups
 
 
@@ -144,7 +143,7 @@ def refuse(case: str, folder: str) -> None:
         case "options":
             replicate(model, adamw, {"method": "topk", "density": 0.1 * (1 + rank)}, world)
         case "kernels":  # "auto" without Triton on one machine
-            with patch.object(setup_checks, "choose_backend", return_value=("torch", "triton")[rank]):
+            with patch.object(checks, "choose_backend", return_value=("torch", "triton")[rank]):
                 replicate(model, adamw, "quantized", world)
         case "kernels of one rank":
             replicate(model, adamw, "quantized", world, kernels=("torch", "triton")[rank])

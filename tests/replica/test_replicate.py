@@ -30,8 +30,7 @@ from tests.replica.own_loop import (
     weights,
 )
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica.replicate import replicate
-from torchtitan_scape.replica.scape import Scape
+from torchtitan_scape.replica.replicate import Scape, replicate
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 # ---------------------------------------------------------------------------------------- one process

@@ -28,9 +28,8 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.topology.links import Link, Links, stage_seconds
-from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.ring_bytes import LevelSize, scalar_stages
+from torchtitan_scape.topology.machines import Link, Links, get_machine
+from torchtitan_scape.topology.traffic import LevelSize, scalar_stages, stage_seconds
 
 
 def declare(folder: Path, *sets: dict[str, Any]) -> Path:

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
 from torchtitan_scape.sharding.levels import LevelGroup, build_levels
-from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.topology.groups import build_level_groups
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine

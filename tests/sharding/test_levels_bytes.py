@@ -16,15 +16,12 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, predict
-from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
+from torchtitan_scape.sharding.cost import FlatRow, LevelsPlan, ShardPlan, coded, flat_rows
 from torchtitan_scape.sharding.levels import build_levels
-from torchtitan_scape.sharding.levels_cost import LevelsPlan, coded
-from torchtitan_scape.sharding.levels_options import LevelsOptions
-from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.topology.groups import build_level_groups
 from torchtitan_scape.topology.layout import plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 ENTRIES = 64 * 128  # Entries of a matrix whose slices are whole blocks.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_scape.sharding.levels_hooks import RowLayout
-from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import LevelsOptions
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
 

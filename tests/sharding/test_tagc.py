@@ -18,7 +18,7 @@ from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.groups import build_shard_groups
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 from torchtitan_scape.topology.traffic import SHARD, TrafficLedger
 

@@ -12,7 +12,7 @@ from tests.sharding.test_training import summary
 from tests.training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.sharding.levels_options import LevelsOptions
+from torchtitan_scape.sharding.options import LevelsOptions
 
 TAGC = ["--sharding.gradients_code=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]

@@ -14,14 +14,13 @@ from torchtitan_scape.methods.registry import METHODS
 def versions() -> None:
     from torchtitan_scape.optimizers.adams import AdamS
     from torchtitan_scape.replica import optimizer as container
-    from torchtitan_scape.topology.in_process import OneReplica
-    from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+    from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 
     model, entry = nn.Linear(4, 3), METHODS["dense"]
     optimizers = container.ReplicaOptimizer(
         partial(AdamS, lr=1e-3),
         entry.options(),
-        OneReplica(ProcessGroupCollectives(dist.group.WORLD)),
+        OneReplica(ReplicaCollectives(dist.group.WORLD)),
         model=model,
         max_norm=1.0,
         reduction="sum",

@@ -23,7 +23,7 @@ from torch import nn
 
 from tests.toy import make_scape
 from torchtitan_scape.kernels.common.offload import TripleBuffer
-from torchtitan_scape.topology import groups, process_groups, stages
+from torchtitan_scape.topology import collectives, groups, stages
 
 STEPS, SHAPE = 6, (2048, 512)
 NO_NAMESPACE = 77  # exit code without root and user namespaces
@@ -80,7 +80,7 @@ def replica(rank: int, world: int, store: str, density: float, update: str, code
 
     dist.all_reduce = counting(dist.all_reduce, 0)
     dist.all_to_all_single = counting(dist.all_to_all_single, 1)
-    for module in (groups, process_groups, stages):
+    for module in (groups, collectives, stages):
         module.all_gather_into = counting(module.all_gather_into, 1)
     ledger = optimizer.collectives.ledger
     before, given = ledger.sent_by_level(), sum(ledger.input_bytes.values())

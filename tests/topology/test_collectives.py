@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pool
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 SIZES = (7, 0, 1, 30, 4, 16)
 
 
 def reduce_in_chunks(chunk: int, mean: bool) -> tuple[list[torch.Tensor], int]:
-    collectives = ProcessGroupCollectives(dist.group.WORLD)
+    collectives = ReplicaCollectives(dist.group.WORLD)
     rank = dist.get_rank()
     tensors = [torch.arange(n, dtype=torch.float32) + 100 * i + rank for i, n in enumerate(SIZES)]
     collectives.chunk_entries = chunk
@@ -41,7 +41,7 @@ def communicate(
     layout = plan_layout(
         4, ranks_per_node=ranks_per_node, machine=get_machine("frontier"), replicate=replicate, shard=shard
     )
-    collectives = ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
+    collectives = ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
     rank = dist.get_rank()
     collectives.all_reduce(torch.zeros(100)).wait()
     gathered = torch.zeros(replicate * 16, dtype=torch.uint8)

@@ -7,11 +7,11 @@ import threading
 
 import torch
 
-from torchtitan_scape.topology.comm_stream import CommStream
+from torchtitan_scape.topology.stages import CommStream
 
 EXIT = """
 import time, torch
-from torchtitan_scape.topology.comm_stream import CommStream
+from torchtitan_scape.topology.stages import CommStream
 
 def exchange():
     time.sleep(0.3)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from tests.pool import Pool
 from torchtitan_scape.topology import groups
-from torchtitan_scape.topology.comm_stream import CommStream
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups, build_tier_groups, most_groups
 from torchtitan_scape.topology.layout import Layout, Tier, plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
+from torchtitan_scape.topology.stages import CommStream
 
 MINUTE = timedelta(seconds=60)
 # (ranks per node, replicate, shard, hierarchical, staged, in flight, process groups per rank)
@@ -105,7 +105,7 @@ def test_a_comm_stream_has_high_priority(monkeypatch: pytest.MonkeyPatch) -> Non
 def flag_group() -> tuple[bool, bool]:
     """Return whether the finite flag avoids the group of the chunks, and whether the results are right."""
     built = build_groups(layout_of(2, 4, 1), MINUTE, hierarchical=False, staged=False)
-    collectives, used = ProcessGroupCollectives(built), []
+    collectives, used = ReplicaCollectives(built), []
     reduce = dist.all_reduce
 
     def note(tensor: torch.Tensor, *arguments: Any, group: Any, **options: Any) -> Any:
@@ -125,7 +125,7 @@ def delayed_exchange() -> list[bool]:
     found, reduce = [], dist.all_reduce
     for per_node, hierarchical in ((2, True), (2, False), (1, True)):
         built = build_groups(layout_of(per_node, 4, 1), MINUTE, hierarchical, staged=False)
-        collectives, flags, chunks = ProcessGroupCollectives(built), set(), set()
+        collectives, flags, chunks = ReplicaCollectives(built), set(), set()
 
         def note(
             tensor: torch.Tensor,

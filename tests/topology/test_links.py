@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.topology.layout import Layout, plan_layout
-from torchtitan_scape.topology.links import Link, Links, stage_seconds
-from torchtitan_scape.topology.machines import Level, Machine, get_machine
-from torchtitan_scape.topology.ring_bytes import (
+from torchtitan_scape.topology.machines import Level, Link, Links, Machine, get_machine
+from torchtitan_scape.topology.traffic import (
     LevelSize,
     MessageBytes,
     Stage,
@@ -20,6 +19,7 @@ from torchtitan_scape.topology.ring_bytes import (
     bytes_by_level,
     reduce_scatter_stages,
     spanned,
+    stage_seconds,
 )
 
 # Message sizes of codecs; None for FP32.

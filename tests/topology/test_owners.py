@@ -7,7 +7,6 @@ from torch import Tensor
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
 
 OWNERS = (0, 2)
 
@@ -24,7 +23,7 @@ def rows_by_owner(collectives: ReplicaCollectives) -> tuple[Tensor, Tensor]:
 
 
 def on_rank() -> tuple[Tensor, Tensor]:
-    return rows_by_owner(ProcessGroupCollectives(dist.group.WORLD))
+    return rows_by_owner(ReplicaCollectives(dist.group.WORLD))
 
 
 def test_rows_are_reduced_to_some_replicas_and_gathered_from_them(pool3: Pool) -> None:

@@ -10,17 +10,13 @@ from torch import Tensor
 
 from tests.pool import Pool
 from tests.replicas import run_replicas
-from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
-from torchtitan_scape.topology.layout import Layout, plan_layout
+from torchtitan_scape.topology.in_process import DryRunCollectives
+from torchtitan_scape.topology.layout import Layout, RankGroup, paired_share, partners, plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.pairs import paired_share, partners
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.rank_group import RankGroup
-from torchtitan_scape.topology.ring_bytes import LevelSize
 from torchtitan_scape.topology.stages import pair_mean_
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])
@@ -69,7 +65,7 @@ def on_gloo(ranks_per_node: int = 0, hierarchical: bool = True) -> tuple[list[Te
     groups = None
     if ranks_per_node:
         groups = build_groups(layout_of(ranks_per_node), timedelta(seconds=60), hierarchical)
-    collectives = ProcessGroupCollectives(groups or dist.group.WORLD)
+    collectives = ReplicaCollectives(groups or dist.group.WORLD)
     return *averaged(collectives), collectives.ledger.sent_by_level()
 
 

@@ -12,17 +12,15 @@ from torch.nn.functional import pad
 
 from tests.pool import Pool
 from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.topology import process_groups, stages
-from torchtitan_scape.topology.codecs import Codec, message_size
+from torchtitan_scape.topology import collectives as endpoints
+from torchtitan_scape.topology import stages
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
 from torchtitan_scape.topology.groups import build_groups
-from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.in_process import DryRunCollectives, SimulatedReplicas
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.process_groups import ProcessGroupCollectives
-from torchtitan_scape.topology.ring_bytes import reduce_scatter_stages
-from torchtitan_scape.topology.traffic import TrafficLedger
+from torchtitan_scape.topology.stages import Codec, message_size
+from torchtitan_scape.topology.traffic import TrafficLedger, reduce_scatter_stages
 
 # A machine with three levels.
 THREE = get_machine("frontier")
@@ -35,11 +33,11 @@ CODECS: dict[str, Codec | None] = {
 }
 
 
-def collectives(shape: str) -> ProcessGroupCollectives:
+def collectives(shape: str) -> ReplicaCollectives:
     ranks_per_node, hierarchical = SHAPES[shape]
     world = dist.get_world_size()
     layout = plan_layout(world, ranks_per_node=ranks_per_node, machine=THREE, replicate=world, shard=1)
-    return ProcessGroupCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
+    return ReplicaCollectives(build_groups(layout, timedelta(seconds=60), hierarchical))
 
 
 def values(rank: int, n: int) -> torch.Tensor:
@@ -73,7 +71,7 @@ def exchange(shape: str) -> dict[str, dict[str, Any]]:
         patch.object(dist, "all_reduce", spied(dist.all_reduce, 0)),
         patch.object(dist, "all_to_all_single", spied(dist.all_to_all_single, 1)),
         patch.object(stages, "all_gather_into", gather),
-        patch.object(process_groups, "all_gather_into", gather),
+        patch.object(endpoints, "all_gather_into", gather),
     ]
     for spy in spies:
         spy.start()

@@ -15,8 +15,8 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.matrix_choice import other_choice
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
+from torchtitan_scape.replica.checks import raise_on_all_ranks
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.setup_checks import raise_on_all_ranks
 
 _AT_A_TIME = 1 << 29  # bytes that a rank reads at a time
 

@@ -47,7 +47,7 @@ class Shard:
     """The local shard of one parameter, named as in `model.named_parameters()`, and the index of its param group.
 
     `counted` is False on ranks that hold another rank's copy, so that a norm over the model counts every entry once. A
-    replica optimizer sets it, see `replica.setup_checks.count_copies_once`.
+    replica optimizer sets it, see `replica.checks.count_copies_once`.
     """
 
     name: str

@@ -19,9 +19,9 @@ from torchtitan_scape.methods.interface import Method, MethodContext, State, Ste
 from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.topology.chunks import double_buffered
-from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import chunks_of
+from torchtitan_scape.topology.stages import Codec
 
 
 def norm_over_model(

@@ -19,7 +19,7 @@ from torchtitan_scape.kernels.exchange.layout import (
     SentMessages,
 )
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.stages import Handle
 
 Tensors = Sequence[Tensor | None]
 

@@ -26,9 +26,8 @@ from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.backends import choose_backend, norms, scaling
 from torchtitan_scape.kernels.scape.reference import unpack_bits
 from torchtitan_scape.optimizers.muon import hidden_names
-from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.ring_bytes import spanned
+from torchtitan_scape.topology.traffic import CollectiveCall, spanned
 
 logger = logging.getLogger(__name__)
 

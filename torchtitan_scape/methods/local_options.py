@@ -14,8 +14,7 @@ from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
-from torchtitan_scape.topology.calls import CollectiveCall, scaled
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, scaled
 
 Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
 

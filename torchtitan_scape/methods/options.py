@@ -10,9 +10,8 @@ from typing import ClassVar, Self
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.recorded import recorded
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, entries_in_flight
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream, entries_in_flight
 
 
 @dataclass

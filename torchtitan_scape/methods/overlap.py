@@ -14,7 +14,7 @@ from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.methods.interface import Method, StepInfo
 from torchtitan_scape.topology.chunks import Exchange
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import HIGH_PRIORITY, CommStream
+from torchtitan_scape.topology.stages import HIGH_PRIORITY, CommStream
 from torchtitan_scape.topology.torch_version import (
     call_before,
     fsdp_copy_in_streams,

@@ -25,7 +25,7 @@ class StepRecording(NamedTuple):
         moved: Bytes per entry of the model that the passes of a step with an exchange read and write, without the
             optimizer's.
         temporary: Largest bytes of temporary tensors, without complete messages of all replicas: per entry that
-            `topology.calls.entries_in_flight` counts, or per entry of the model for methods that do not stream.
+            `topology.traffic.entries_in_flight` counts, or per entry of the model for methods that do not stream.
         held: Bytes of the states per entry of the model, by kind.
     """
 

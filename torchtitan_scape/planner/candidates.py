@@ -18,8 +18,7 @@ from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.topology.layout import Layout, plan_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import Machine, get_machine
+from torchtitan_scape.topology.machines import Links, Machine, get_machine
 
 DENSE = (PlannedRun(DenseOptions(), "Muon", overlap=True),)
 # By decreasing bytes: 12.9, 4.9, 2.5 and 1.2 % of the dense ones. Losses are in docs/how_to/choose_a_method.md.

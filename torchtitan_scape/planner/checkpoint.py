@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import ASSUMED_STORAGE, Machine
+from torchtitan_scape.topology.machines import ASSUMED_STORAGE, Links, Machine
 
 _PENDING = ("residual", "owner_error")  # kinds of `PlannedRun.device_memory` that every replica has
 

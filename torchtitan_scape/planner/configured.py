@@ -7,8 +7,7 @@ from torchtitan_scape.planner.candidates import Candidate, PlanRequest
 from torchtitan_scape.planner.checkpoint import Saving
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict
-from torchtitan_scape.sharding.cost import FlatRow, ShardPlan, flat_rows
-from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.sharding.cost import FlatRow, LevelsPlan, ShardPlan, flat_rows
 from torchtitan_scape.topology.layout import Layout, plan_layout
 
 

@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from torchtitan_scape.planner.least_squares import least_squares
 from torchtitan_scape.topology.groups import build_tier_groups
 from torchtitan_scape.topology.layout import Layout, Tier, plan_layout, ranks_per_node_from_environment
-from torchtitan_scape.topology.links import SCHEMA
-from torchtitan_scape.topology.machines import detect_machine, get_machine
+from torchtitan_scape.topology.machines import SCHEMA, detect_machine, get_machine
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes
 REPEATS = 7

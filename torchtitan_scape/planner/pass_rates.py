@@ -10,8 +10,7 @@ from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.core.renamed_keys import with_present_keys
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import Device
+from torchtitan_scape.topology.machines import Device, Links
 
 STORED = Path(__file__).with_name("measured")  # a link to results/gpu
 AGAIN = "run scripts/gpu_check.sh speed on a machine with a GPU, or leave --kernels out"

@@ -41,8 +41,7 @@ from torchtitan_scape.planner.checkpoint import DEFAULT_SAVING, CheckpointCost, 
 from torchtitan_scape.planner.numbers import workload_of_numbers
 from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.step import Assumptions
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.machines import get_machine
+from torchtitan_scape.topology.machines import Links, get_machine
 
 DEFAULT = "llama_1_8b"
 NUMBERS = ("parameters", "layers", "width", "heads", "kv_heads", "vocab")

@@ -1,7 +1,7 @@
 """Predicted time of a step. Plain arithmetic: no torch.
 
 `predict_step` is the model of a step and receives every rate from its caller, for example measured ones; `predict`
-derives the rates from a machine and a workload, under stated `Assumptions`. `topology.links` has the cost of
+derives the rates from a machine and a workload, under stated `Assumptions`. `topology.traffic` has the cost of
 collectives, and the options of each method what is sent. Units: seconds and bytes.
 """
 
@@ -11,14 +11,20 @@ from dataclasses import dataclass, field, replace
 from torchtitan_scape.core.workloads import LocalModel, Workload
 from torchtitan_scape.planner.pass_rates import PassRates
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.sharding.cost import ShardPlan, flat_rows
-from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.sharding.cost import LevelsPlan, ShardPlan, flat_rows
 from torchtitan_scape.sharding.matrix_cost import MFU, divides_matrices, gather_stages, matrix_stages, optimizer_flops
-from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links, best_chunks, pipeline_seconds, stage_seconds
-from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
-from torchtitan_scape.topology.ring_bytes import Levels, bytes_by_level, scalar_stages, spanned
+from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY, Links
+from torchtitan_scape.topology.traffic import (
+    CollectiveCall,
+    Levels,
+    best_chunks,
+    bytes_by_level,
+    pipeline_seconds,
+    scalar_stages,
+    spanned,
+    stage_seconds,
+)
 
 # Rate of matrix products in BF16, by runtime, divided by those in TF32, or FP32 where there is none, and in FP32. An
 # H100 has 989, 495 and 67 TFLOP/s, an MI250X 383 and 96.

@@ -20,8 +20,8 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.backends import choose_backend, finite_check, norms
 from torchtitan_scape.methods.interface import Method
-from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
+from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 logger = logging.getLogger(__name__)
 

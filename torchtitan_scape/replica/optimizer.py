@@ -23,15 +23,14 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap, ForwardOverlap
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.registry import release_state
-from torchtitan_scape.replica import setup_checks, simulation
+from torchtitan_scape.replica import checks, simulation
+from torchtitan_scape.replica.checks import JointCalls
 from torchtitan_scape.replica.guard import NonFiniteGradientError, guard_of
-from torchtitan_scape.replica.loop_checks import JointCalls
 from torchtitan_scape.replica.simulation import MakeOptimizer, ReplicaWeights
 from torchtitan_scape.sharding.base import Sharding
 from torchtitan_scape.sharding.levels import ThreeLevelState
-from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.dry_run import DryRunCollectives
-from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
+from torchtitan_scape.topology.in_process import DryRunCollectives, SimulatedReplicas
 
 Replicas = OneReplica | SimulatedReplicas
 
@@ -88,16 +87,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         consistency_interval: int = 0,
         kernels: str = "auto",
     ) -> None:
-        setup_checks.check_arguments(max_norm, reduction)
+        checks.check_arguments(max_norm, reduction)
         optimizer, make_optimizer = simulation.build_optimizer(optimizer, model)
         method = METHODS[options.method_name()].method
-        setup_checks.check_optimizer(optimizer, options.method_name())
+        checks.check_optimizer(optimizer, options.method_name())
         if options.holds_optimizer_state:
             release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._shards, self._stashed = collect_shards(optimizer.param_groups), list[list[Tensor]]()
-        setup_checks.count_copies_once(self._shards, self.collectives)
+        checks.count_copies_once(self._shards, self.collectives)
         self.joint_calls, self.sharding = JointCalls(self.collectives), Sharding()
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -113,7 +112,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             consistency_interval=consistency_interval,
         )
         settings = {"method": options.method_name(), "reduction": reduction, **self.options.fingerprint()}
-        self.settings = setup_checks.make_equal(
+        self.settings = checks.make_equal(
             self.collectives, self._shards, optimizer, model, kernels, settings, run_settings
         )
         self.weights: list[ReplicaWeights] = []
@@ -424,10 +423,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """
         self.finish_previous_step()
         if self.collectives.replicas > 1:
-            setup_checks.refuse_dcp(sys._getframe(1).f_globals["__name__"])
+            checks.refuse_dcp(sys._getframe(1).f_globals["__name__"])
         if not self._is_equal_on_all_ranks():
             self.joint_calls.expect(
-                "state_dict", f"ranks differ, so every rank has to save its own state. {setup_checks.DCP}"
+                "state_dict", f"ranks differ, so every rank has to save its own state. {checks.DCP}"
             )
         return self.inner.state_dict() | {"replica": self._replica_state()}
 
@@ -463,7 +462,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
         """
         saved = state_dict.get("replica")
-        setup_checks.raise_on_all_ranks(self.collectives, setup_checks.state_mismatch(saved, self._layout()))
+        checks.raise_on_all_ranks(self.collectives, checks.state_mismatch(saved, self._layout()))
         assert saved is not None
         # Tensors that are still in use are copied, because the load begins to overwrite them.
         in_use = {values.data_ptr() for values in tree_leaves(self._replica_state()) if isinstance(values, Tensor)}
@@ -494,11 +493,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if not self._is_first_step:
             return
         self._is_first_step = False  # the hook stays: PyTorch does not permit its removal while the hooks run
-        setup_checks.refuse_synchronized(self._shards)
+        checks.refuse_synchronized(self._shards)
         if self.weights and not self.attempted_steps:
             # Local updates would otherwise send the difference to the weights before as the first displacement.
             anchors = self._local(0).anchors()  # those of this replica: a mean over replicas is rounded
-            if setup_checks.broadcast_loaded_weights(self.collectives, self._shards, anchors):
+            if checks.broadcast_loaded_weights(self.collectives, self._shards, anchors):
                 self.model_loaded()
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:

@@ -1,4 +1,4 @@
-"""`replicate`: any synchronization method in any training loop."""
+"""`replicate`: any synchronization method in any training loop; `Scape`: the SCAPE method in one constructor."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -14,14 +14,15 @@ from torchtitan_scape.core.parameters import Shard, collect_shards, model_group_
 from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.replica.loop_checks import LoopChecks
+from torchtitan_scape.methods.scape.method import ScapeMethod
+from torchtitan_scape.methods.scape.options import ScapeOptions
+from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.replica.checks import ONE_OPTIMIZER, LoopChecks, refuse_wrappers
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.replica.setup_checks import ONE_OPTIMIZER, refuse_wrappers
 from torchtitan_scape.replica.simulation import Named
-from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
-from torchtitan_scape.topology.process_groups import collectives_of
+from torchtitan_scape.topology.in_process import SimulatedReplicas, collectives_of
 
 MethodChoice: TypeAlias = MethodOptions | str | dict[str, Any]
 RealReplicas: TypeAlias = ProcessGroup | DeviceMesh | ReplicaGroups | ReplicaCollectives | None
@@ -172,3 +173,52 @@ def replicas_of(replicas: RealReplicas, shards: Iterable[Shard]) -> ReplicaColle
             "group with this rank alone"
         )
     return collectives_of(None if replicas is None or dist.get_world_size(replicas) == 1 else replicas, model)
+
+
+class Scape(ReplicaOptimizer):
+    """AdamS with a sparse, delayed-mask exchange of the first moment over replicas.
+
+    Use it without DDP: it synchronizes the replicas. The start is that of replica 0: its parameters are broadcast. See
+    `ScapeMethod` for the dtypes of the parameters, and `ReplicaOptimizer` for the step.
+
+    Args:
+        params: named parameters (`model.named_parameters()`), or dicts of them with their own `lr`, `weight_decay`,
+            `betas` or `eps`; plain tensors or DTensors.
+        options: see `ScapeOptions`, or a dictionary of its values.
+        replicas, max_norm and others: see `replicate`; `ReplicaCollectives` are accepted as replicas, too.
+
+    Raises:
+        ValueError: for arguments out of range, integer parameters, and replicas that disagree on any of this.
+    """
+
+    methods: list[ScapeMethod]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        options: ScapeOptions | dict[str, Any] | None = None,
+        replicas: RealReplicas = None,
+        *,
+        max_norm: float | None = 1.0,
+        reduction: Literal["mean", "sum"] = "mean",
+        max_skipped_steps: int = 10,
+        kernels: str = "auto",
+    ) -> None:
+        rates = AdamS(params, lr, betas, eps, weight_decay, kernels, allocate_state=False)
+        super().__init__(
+            rates,
+            ScapeOptions(**options) if isinstance(options, dict) else options or ScapeOptions(),
+            OneReplica(replicas_of(replicas, collect_shards(rates.param_groups))),
+            max_norm=max_norm,
+            reduction=reduction,
+            max_skipped_steps=max_skipped_steps,
+            kernels=kernels,
+        )
+
+    @property
+    def method(self) -> ScapeMethod:
+        return self.methods[0]

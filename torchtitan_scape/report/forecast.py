@@ -13,7 +13,7 @@ from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import FSDP, Assumptions, Prediction, predict
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.layout import Layout, simulated_layout
-from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import Links
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
-from torchtitan_scape.sharding.levels_cost import LevelsPlan
+from torchtitan_scape.sharding.cost import LevelsPlan
 from torchtitan_scape.sharding.matrix_cost import matrix_stages
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links
+from torchtitan_scape.topology.machines import Links
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Interface to FSDP2's collectives on the shard axis: parameter groups and their rows, collective hooks, byte ledger.
+"""Interface to FSDP2's collectives on the shard axis: parameter groups and their rows, collective hooks, residuals.
 
 FSDP2 all-gathers and reduce-scatters a parameter group as one flat buffer of shape (S, m) for S ranks, rank-major. One
 row is a rank's share: the padded local shards of the group's parameters, concatenated. FSDP2 calls the all-gather hook
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_scape.core.parameters import plain_name
+from torchtitan_scape.core.parameters import Shard, plain_name, store_gradient
 from torchtitan_scape.kernels.common.torch_common import add_in_order_
-from torchtitan_scape.sharding.unsent import ResidualStore
+from torchtitan_scape.methods.imported import CheckpointReader
+from torchtitan_scape.methods.interface import State
 from torchtitan_scape.topology.groups import LevelGroups, ShardGroups
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 from torchtitan_scape.topology.torch_version import (
     all_gather_into,
@@ -36,6 +37,7 @@ from torchtitan_scape.topology.traffic import TrafficLedger
 
 # Kinds of bytes in the ledger.
 WEIGHTS, GRADIENTS, UPDATE, INDEX = KINDS = ("weights", "gradients", "update", "index")
+RESIDUAL = "shard_residual"  # Kind of state in checkpoints.
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,111 @@ class WeightsCache:
     def keep(self, received: Tensor) -> None:
         """Store a message received with the current weights."""
         self._entry = self._version.now(), received
+
+
+class ResidualStore:
+    """Residuals between steps: checkpoints, metrics and the final full exchange.
+
+    Every rank stores an FP32 residual of all rows, (S, n) per parameter group. Their sum over ranks is the gradient
+    that has not been applied yet.
+
+    Args:
+        groups: Reduce-scatter hooks with the interface of `sharding.tagc.TagcReduce`. FSDP2's own collectives and block
+            codes have no residuals.
+    """
+
+    def __init__(self, groups: Sequence[Any] = ()) -> None:
+        self._groups = [group for group in groups if group.residual.numel()]
+
+    def states(self, residual: str, shards: Sequence[Shard]) -> list[State]:
+        """Return the states for a checkpoint. Collective.
+
+        Args:
+            residual: "exact" saves the residual of each rank and requires the same degrees on loading; "mean" saves the
+                sum over ranks with the owner of each shard, for any degrees; "drop" saves nothing.
+            shards: Shards of this rank.
+        """
+        if residual == "drop" or not self._groups:
+            return []
+        if residual == "exact":
+            return [self._exact()]
+        sums = {name: row for group in self._groups for name, row in group.slices(group.decode_and_sum()).items()}
+        return [self._by_parameter(sums, shards)]
+
+    def described(self, residual: str) -> dict[str, dict[str, Any]]:
+        """Return the description for a checkpoint's record; see `methods.interface.State.describe`."""
+        if residual == "drop" or not self._groups:
+            return {}
+        record = {"per_replica": False, "on_migration": "gradient", "by_parameter": residual != "exact"}
+        return {RESIDUAL: record | ({"row_layout": self._row_layout()} if residual == "exact" else {})}
+
+    def sizes(self, residual: str) -> dict[str, int]:
+        """Return the bytes in a checkpoint, by kind, in total over all ranks."""
+        if residual == "drop" or not self._groups:
+            return {}
+        exponent = 2 if residual == "exact" else 1  # every rank saves all rows, or only its own row
+        return {RESIDUAL: 4 * sum(len(g.residual) ** exponent * g.residual.shape[1] for g in self._groups)}
+
+    def loading(self, reader: CheckpointReader, shards: Sequence[Shard]) -> list[State]:
+        """Return, before a checkpoint is loaded, tensors by parameter that receive its pending residuals.
+
+        Raises:
+            ValueError: The checkpoint contains per-rank residuals that this run cannot load.
+        """
+        record = reader.saved["states"].get(RESIDUAL)
+        for group in self._groups:
+            group.residual.zero_()
+        if record is not None and not record["by_parameter"]:
+            if record["row_layout"] != self._row_layout():
+                reason = "has another shard degree, or compresses other layers"
+                raise ValueError(
+                    "the checkpoint contains per-rank residuals of the shard axis (checkpoint.residual = 'exact'), but "
+                    f"this run {reason if self._groups else 'has no [sharding] option with residuals'}; resume with "
+                    "the configuration that saved it, and save with checkpoint.residual = 'mean', which any run can "
+                    "load"
+                )
+            is_filled = not self._groups or reader.fill_of_this_shard([self._exact()])
+            assert is_filled
+            return []
+        rows = {name: one for group in self._groups for name, one in group.slices().items()}
+        return [self._by_parameter(rows, shards)] if self._groups else []
+
+    def request_full_exchange(self) -> None:
+        """Make the exchange of the next step complete, so that no residual remains after it."""
+        for group in self._groups:
+            group.request_full_exchange()
+
+    def as_gradients(self, shards: Sequence[Shard]) -> None:
+        """Store the residuals as the gradients of a step without a backward pass. Collective."""
+        for sums in self.states("mean", shards):
+            for shard in shards:
+                if shard.name in sums.tensors:
+                    store_gradient(shard, sums.tensors[shard.name].reshape(-1))
+        for group in self._groups:
+            group.mark_full_exchange()
+
+    def after_optimizer_step(self, applied: Tensor) -> None:
+        """Update the residuals after a step. `applied`, bool (), is false if the step was skipped."""
+        for group in self._groups:
+            group.after_optimizer_step(applied)
+
+    def squares(self) -> Tensor | None:
+        """Return the sum of squares of this rank's residuals, FP64 (), or None without residuals."""
+        squares = [group.residual.norm(dtype=torch.float64).square() for group in self._groups]
+        return sum(squares[1:], squares[0]) if squares else None
+
+    def _exact(self) -> State:
+        tensors = {group.name: group.residual for group in self._groups}
+        return State(RESIDUAL, tensors, per_replica=False, on_migration="gradient", by_parameter=False)
+
+    def _by_parameter(self, rows: dict[str, Tensor], shards: Sequence[Shard]) -> State:
+        """Return a state of local shapes. A slice of a row is zero-padded after the parameter's last entry."""
+        tensors = {s.name: rows[s.name][: s.size].view(s.local_shape) for s in shards if s.name in rows}
+        return State(RESIDUAL, tensors, per_replica=False, on_migration="gradient")
+
+    def _row_layout(self) -> dict[str, list[Any]]:
+        """Return the number of ranks and the compressed parameters in order, by group, as JSON values."""
+        return {group.name: [len(group.residual), *group.slices()] for group in self._groups}
 
 
 class Sharding:

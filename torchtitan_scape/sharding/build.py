@@ -12,6 +12,7 @@ from torchtitan_scape.sharding.base import (
     CollectiveHook,
     CountedAllGather,
     CountedReduceScatter,
+    ResidualStore,
     ShardedParamGroup,
     Sharding,
     WeightsCache,
@@ -19,11 +20,9 @@ from torchtitan_scape.sharding.base import (
     param_groups_of,
 )
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
-from torchtitan_scape.sharding.messages import RowCodec
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.sharding.tagc import TagcReduce
-from torchtitan_scape.sharding.unsent import ResidualStore
-from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter, RowCodec
 from torchtitan_scape.topology.groups import ShardGroups, build_shard_groups
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.traffic import TrafficLedger

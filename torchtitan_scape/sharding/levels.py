@@ -30,15 +30,12 @@ from torchtitan_scape.sharding.base import (
 )
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter, WeightAllGather
-from torchtitan_scape.sharding.levels_options import STEP_BLOCK
-from torchtitan_scape.sharding.messages import RowCodec
-from torchtitan_scape.sharding.options import ShardingOptions
-from torchtitan_scape.sharding.zeropp import QuantizedAllGather
+from torchtitan_scape.sharding.options import STEP_BLOCK, ShardingOptions
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, RowCodec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups
-from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.process_groups import collectives_of
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.in_process import collectives_of
+from torchtitan_scape.topology.layout import Layout, RankGroup
 from torchtitan_scape.topology.traffic import TrafficLedger
 
 _DTYPES = {"int8": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}

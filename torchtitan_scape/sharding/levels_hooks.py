@@ -25,9 +25,9 @@ from torchtitan_scape.sharding.base import (
     ParameterSlice,
     ShardedParamGroup,
 )
-from torchtitan_scape.sharding.messages import Parts, RowCodec, hop
+from torchtitan_scape.sharding.zeropp import Parts, RowCodec, hop
 from torchtitan_scape.topology import shard_collectives
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 

@@ -9,8 +9,8 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.cost import exchange_stages
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links, stage_seconds
-from torchtitan_scape.topology.ring_bytes import Stage, all_gather_stages
+from torchtitan_scape.topology.machines import Links
+from torchtitan_scape.topology.traffic import Stage, all_gather_stages, stage_seconds
 
 MFU = 0.4  # assumed share of the device's peak that forward and backward passes reach, and an optimizer's products
 

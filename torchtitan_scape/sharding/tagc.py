@@ -23,7 +23,7 @@ from torchtitan_scape.kernels.tagc.reference import union_of_bitmaps
 from torchtitan_scape.sharding.base import GRADIENTS, INDEX, CollectiveHook, ShardedParamGroup, TrainPosition, add_rows
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology import shard_collectives
-from torchtitan_scape.topology.rank_group import RankGroup
+from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger
 
 

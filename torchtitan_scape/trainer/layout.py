@@ -18,8 +18,7 @@ from torchtitan_scape.titan import DEVICE_TYPE
 from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
-from torchtitan_scape.topology.links import Links, with_measured_links
-from torchtitan_scape.topology.machines import detect_machine, get_machine
+from torchtitan_scape.topology.machines import Links, detect_machine, get_machine, with_measured_links
 
 
 def is_dry_run(config: JobConfig) -> bool:

@@ -24,12 +24,11 @@ from torchtitan_scape.sharding.levels import build_levels, holder_of
 from torchtitan_scape.sharding.matrix_cost import divides_matrices
 from torchtitan_scape.titan.components import LRSchedulersContainer, OptimizersContainer, build_lr_schedulers
 from torchtitan_scape.titan.distributed import ParallelDims
-from torchtitan_scape.topology.dry_run import DryRunCollectives
+from torchtitan_scape.topology.collectives import OneReplica
 from torchtitan_scape.topology.groups import ReplicaGroups
-from torchtitan_scape.topology.in_process import OneReplica, SimulatedReplicas
+from torchtitan_scape.topology.in_process import DryRunCollectives, SimulatedReplicas, collectives_of
 from torchtitan_scape.topology.layout import Layout, simulated_layout
-from torchtitan_scape.topology.links import Links
-from torchtitan_scape.topology.process_groups import collectives_of
+from torchtitan_scape.topology.machines import Links
 from torchtitan_scape.topology.shard_collectives import RankGroup, ShardLedger
 from torchtitan_scape.trainer.parallelize import ReplicaParallelDims
 

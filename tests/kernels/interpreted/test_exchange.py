@@ -22,7 +22,7 @@ from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.local_options import DilocoOptions, LocalOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.stages import Handle
 
 
 @pytest.mark.parametrize(

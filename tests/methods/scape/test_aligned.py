@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import train
-from torchtitan_scape.topology.codecs import Codec
-from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.in_process import InProcessCollectives
+from torchtitan_scape.topology.stages import Codec, Handle
 
 
 @pytest.mark.parametrize(

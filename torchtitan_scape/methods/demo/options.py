@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.topk.layout import MessageLayout, divisor_grid
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
 
 
 @dataclass

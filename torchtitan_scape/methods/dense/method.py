@@ -10,9 +10,8 @@ from torchtitan_scape.methods.base import ChunkedMethod
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.topology.chunks import in_place
-from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Chunk, whole_chunks
-from torchtitan_scape.topology.stages import divide_
+from torchtitan_scape.topology.stages import Handle, divide_
 
 
 class SentBuffer(NamedTuple):

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, pair_mean_chunked
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, pair_mean_chunked
 
 
 @dataclass

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
-from torchtitan_scape.topology.calls import CollectiveCall
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
 
 WARMUP = 0.15  # share of the run
 UPDATES_OF_A_NEW_VARIANCE = 100  # at least, after a checkpoint without one

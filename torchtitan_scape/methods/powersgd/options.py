@@ -8,8 +8,7 @@ from typing import ClassVar
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, padded_size
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, padded_size
 
 
 @dataclass

@@ -8,8 +8,7 @@ from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream
 
 Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 

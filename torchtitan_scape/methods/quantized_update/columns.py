@@ -19,8 +19,8 @@ from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, Block
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
 from torchtitan_scape.topology.partition import Slice
+from torchtitan_scape.topology.stages import Handle
 
 
 class SentGradients(NamedTuple):

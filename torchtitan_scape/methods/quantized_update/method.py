@@ -32,8 +32,8 @@ from torchtitan_scape.optimizers.algorithms import has_step_of
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import FIRST
 from torchtitan_scape.optimizers.signsgd import SignSGD
-from torchtitan_scape.topology.calls import CollectiveCall
 from torchtitan_scape.topology.chunks import double_buffered
+from torchtitan_scape.topology.traffic import CollectiveCall
 
 logger = logging.getLogger(__name__)
 # Optimizers that may update a part of a tensor.

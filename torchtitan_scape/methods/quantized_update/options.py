@@ -12,9 +12,8 @@ from torchtitan_scape.kernels.codec.formats import MessageSize
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import Code
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
-from torchtitan_scape.topology.calls import CollectiveCall, replicas_of, scaled
 from torchtitan_scape.topology.partition import chunk_limit
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, replicas_of, scaled
 
 _divide = lru_cache(maxsize=64)(divide)  # the planner asks for the same groups several times
 ITERATIONS = 14  # of the inverse root of second moments, see `bases.inverse_root`

@@ -7,9 +7,8 @@ from typing import ClassVar
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked, replicas_of
 from torchtitan_scape.topology.partition import chunk_limit, chunk_of_payload
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked, replicas_of
 
 
 @dataclass

@@ -22,9 +22,8 @@ from torchtitan_scape.topology.chunks import (
     all_gather_chunked,
     reduce_scatter_chunked,
 )
-from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.comm_stream import Handle
+from torchtitan_scape.topology.stages import Codec, Handle
 
 
 @dataclass(frozen=True)

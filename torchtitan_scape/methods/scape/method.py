@@ -24,8 +24,8 @@ from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.scape.payload import payload_entries
 from torchtitan_scape.methods.scape.reports import GradientRecorder, metrics, replicated_tensors
 from torchtitan_scape.methods.scape.state import ScapeImport, StateByParameter
-from torchtitan_scape.topology.codecs import Codec
 from torchtitan_scape.topology.partition import chunk_limit
+from torchtitan_scape.topology.stages import Codec
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,9 @@ from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
 from torchtitan_scape.kernels.scape.blocks import Ownership
 from torchtitan_scape.methods.options import MethodOptions, share_of_dense
 from torchtitan_scape.methods.scape.payload import block_layout, dense_sizes, payload_entries, sector_bytes
-from torchtitan_scape.topology.calls import CollectiveCall, padded_size
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.links import Links, best_chunk_bytes
-from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY
-from torchtitan_scape.topology.ring_bytes import LevelSize, spanned
+from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY, Links
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, best_chunk_bytes, padded_size, spanned
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_stream, replicas_of
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream, replicas_of
 
 BLOCK = 128  # entries that are exchanged together and share a scale
 # With more replicas the owner's error is a separate state, and one bit is unbiased.

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.tagc.formats import BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked, replicas_of
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked, replicas_of
 
 
 @dataclass

@@ -9,8 +9,7 @@ from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.kernels.topk.layout import MessageLayout, block_grid, selected_per_block
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.calls import CollectiveCall, all_reduce_chunked
-from torchtitan_scape.topology.ring_bytes import LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked
 
 
 @dataclass
