@@ -157,7 +157,7 @@ class ReplicaCollectives:
         if self.replicas == 1 or not tensors:
             return Handle()
         self._count(PAYLOAD, all_reduce_stages(sum(tensor.numel() for tensor in tensors), self.levels))
-        return Handle(all_reduce_tensors(list(tensors), mean, self.groups.replicate))
+        return self._all_reduce_together(list(tensors), mean)
 
     def all_reduce_messages(
         self,
@@ -391,6 +391,9 @@ class ReplicaCollectives:
                 stages.all_reduce_encoded(tensor, levels, divisor, codec, error, carried_error)
 
         return self._start(exchange, tensor.device)
+
+    def _all_reduce_together(self, tensors: list[Tensor], mean: bool) -> Handle:
+        return Handle(all_reduce_tensors(tensors, mean, self.groups.replicate))
 
     def _all_reduce_messages(
         self, sent: Tensor, means: Tensor, count: int, codec: Codec, error: Tensor | None, adds_error: bool

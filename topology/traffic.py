@@ -252,19 +252,13 @@ def padded_size(count: int, levels: Levels, block_size: int | None = None) -> in
     return -(-count // step) * step
 
 
-def chunked_size(count: int, levels: Levels, chunk_entries: int) -> int:
-    """Return the FP32 elements that `ReplicaCollectives.all_reduce_chunked` sends: each chunk is padded."""
-    full, rest = divmod(count, chunk_entries)
-    return full * padded_size(chunk_entries, levels) + padded_size(rest, levels)
-
-
 def all_reduce_chunked(entries: int, levels: Levels, chunk_entries: int = 0, share: float = 1.0) -> CollectiveCall:
     """Return the call of `ReplicaCollectives.all_reduce_chunked` on FP32 entries."""
     limit = chunk_entries or chunk_limit(entries, replicas_of(levels))
-    chunks = -(-entries // limit)
+    full, rest = divmod(entries, limit)
+    size = full * padded_size(limit, levels) + padded_size(rest, levels)  # each chunk is padded
     largest = padded_size(min(entries, limit), levels)
-    size = chunked_size(entries, levels, limit)
-    return CollectiveCall("all_reduce", size, share=share, chunks=chunks, largest_chunk=largest)
+    return CollectiveCall("all_reduce", size, share=share, chunks=-(-entries // limit), largest_chunk=largest)
 
 
 def pair_mean_chunked(entries: int, levels: Levels, chunk_entries: int = 0, share: float = 1.0) -> CollectiveCall:
