@@ -37,7 +37,7 @@ RENAMED_KINDS = {"owed": "owner_error", "own_parameters": "replica_weights"}
 
 def with_present_key(argument: str) -> str:
     """Return an argument of a recorded command line with the present key; only for `compare`."""
-    from torchtitan_scape.core.renamed_keys import present_key
+    from torchtitan_scape.core.options import present_key
 
     key, equals, value = argument.partition("=")
     return f"--{present_key(key.removeprefix('--'))}{equals}{value}" if key.startswith("--") else argument

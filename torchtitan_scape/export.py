@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchtitan_scape.checkpoint import best
-from torchtitan_scape.checkpoint.safe_load import one_process
+from torchtitan_scape.checkpoint.metadata import one_process
 from torchtitan_scape.checkpoint.storage import CheckedWriter
 from torchtitan_scape.checkpoint.whole import (
     CheckpointInfo,

@@ -26,8 +26,8 @@ import torch.distributed.checkpoint as dcp
 from scripts.benchmarks.checkpoint_cost import timed
 from scripts.common import OUTPUTS, RESULTS, RunError, command_of, markdown, read, run_command, write
 from scripts.emulated_cluster import Cluster
+from torchtitan_scape.checkpoint.metadata import load_into
 from torchtitan_scape.checkpoint.node_folders import NodeFolders
-from torchtitan_scape.checkpoint.safe_load import load_into
 from torchtitan_scape.checkpoint.storage import CheckedWriter, first_damage, read_manifest
 
 MODULE = "scripts.benchmarks.checkpoint_copies"

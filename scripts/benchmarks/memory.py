@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.benchmarks.harness import Benchmark, in_new_process, main
 from scripts.common import markdown, names
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.parameters import hold_in_bfloat16
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
 from torchtitan_scape.kernels.common import offload

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import markdown, number, read, run_command, write
-from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.core.options import with_present_keys
 
 RESULTS_FILE = "results.json"
 LOSSES = {"training": "step", "validation": "step of validation"}  # and the column of its last step

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.study.grid import RunSpec, digest
-from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.core.options import with_present_keys
 
 Line = dict[str, Any]
 SETUP = "setup"  # method of a line that describes the machine and the notes of a set

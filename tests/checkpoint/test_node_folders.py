@@ -20,8 +20,8 @@ from tests.marks import slow
 from tests.pool import Pool
 from tests.training import train
 from torchtitan_scape.checkpoint import node_folders
+from torchtitan_scape.checkpoint.metadata import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.node_folders import NodeFolders, check_private
-from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.storage import CheckedWriter, find_damage, steps_in
 from torchtitan_scape.core.files import PACKAGE
 

@@ -23,8 +23,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.config import LRScheduler
 
 from torchtitan_scape import AdamS, checkpoint_states, load_checkpoint, replicate
-from torchtitan_scape.checkpoint.metadata import read_record
-from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner, _Unpickler, load_into
+from torchtitan_scape.checkpoint.metadata import CheckedReader, SafePlanner, _Unpickler, load_into, read_record
 from torchtitan_scape.checkpoint.storage import CheckedWriter, failure_text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -352,7 +351,7 @@ def test_a_damaged_value_of_the_method_is_one_line(wrong: Any, tmp_path: Path) -
 def test_metadata_are_read_once_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reads = save({"a": torch.ones(2)}, tmp_path / "c"), []
     monkeypatch.setattr(
-        "torchtitan_scape.checkpoint.safe_load.check_opcodes", lambda content: reads.append(len(content))
+        "torchtitan_scape.checkpoint.metadata.check_opcodes", lambda content: reads.append(len(content))
     )
     first, second = (CheckedReader(path).read_metadata() for _ in range(2))
     assert len(reads) == 1 and first.storage_data == second.storage_data

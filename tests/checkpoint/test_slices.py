@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.pool import Pool
-from torchtitan_scape.checkpoint.global_layout import FlatSlices, GlobalLayout, boxes_of, flat_boxes
-from torchtitan_scape.checkpoint.safe_load import load_into
+from torchtitan_scape.checkpoint.metadata import load_into
+from torchtitan_scape.checkpoint.state import FlatSlices, GlobalLayout, boxes_of, flat_boxes
 from torchtitan_scape.core.parameters import SliceParameter, local
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.small_states import same, save, small, zeros
 from tests.pool import Pool
 from torchtitan_scape.checkpoint import storage
-from torchtitan_scape.checkpoint.safe_load import CheckedReader, SafePlanner
+from torchtitan_scape.checkpoint.metadata import CheckedReader, SafePlanner
 from torchtitan_scape.checkpoint.storage import (
     CheckedWriter,
     failure_text,

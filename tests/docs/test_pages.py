@@ -14,7 +14,7 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quoted, read, tables
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
-from torchtitan_scape.core.type_checks import check_value
+from torchtitan_scape.core.options import check_value
 
 ROOMS = ("torchtitan_scape", "kernels", "topology", "scripts", "tests", "train_configs", "results", "docs")
 # Columns of gaps -> row of the baseline. They are computed from the column "losses" of the table, if it has one.

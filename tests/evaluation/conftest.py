@@ -70,7 +70,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, model_of: Any) -> dict[st
 
     from tests.training import RECIPE
     from torchtitan_scape import export
-    from torchtitan_scape.checkpoint.safe_load import one_process
+    from torchtitan_scape.checkpoint.metadata import one_process
     from torchtitan_scape.checkpoint.storage import CheckedWriter
 
     parent = tmp_path_factory.mktemp("exported")

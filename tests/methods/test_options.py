@@ -11,8 +11,7 @@ import pytest
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.resolved import values_of
-from torchtitan_scape.core.options import FREE, LAYOUT, Options
-from torchtitan_scape.core.renamed_keys import RENAMED_KEYS
+from torchtitan_scape.core.options import FREE, LAYOUT, RENAMED_KEYS, Options
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 

@@ -23,7 +23,7 @@ from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
 from torchtitan_scape import AdamS, Muon, ReplicaOptimizer, checkpoint_states, load_checkpoint, replicate
 from torchtitan_scape.checkpoint.state import check_states
 from torchtitan_scape.checkpoint.storage import MANIFEST, newest_to_leave_out, note_failed_step
-from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.core.consistency import DamagedParametersError
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 REPLICAS, SPIKE_AT = 4, 16

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.marks import covering
 from tests.pool import Pool
 from tests.training import METHODS, RECIPE
-from torchtitan_scape.core.plausibility import DamagedParametersError, is_plausible
+from torchtitan_scape.core.consistency import DamagedParametersError, is_plausible
 from torchtitan_scape.trainer.metrics import PATIENCE, Health
 
 

@@ -15,13 +15,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.checkpoint.global_layout import GlobalLayout
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata, read_record
-from torchtitan_scape.checkpoint.migration import migrate
-from torchtitan_scape.checkpoint.reader import StateReader
-from torchtitan_scape.checkpoint.safe_load import forget_metadata, load_into, names_in
+from torchtitan_scape.checkpoint.metadata import (
+    RUN_METADATA,
+    RunMetadata,
+    forget_metadata,
+    load_into,
+    names_in,
+    read_record,
+)
+from torchtitan_scape.checkpoint.migration import StateReader, migrate
 from torchtitan_scape.checkpoint.state import (
     RESIDUALS,
+    GlobalLayout,
     ModelCheckpoint,
     OptimizerCheckpoint,
     restore_groups,

@@ -2,7 +2,7 @@
 
     dcp.save(state, storage_writer=CheckedWriter(path), checkpoint_id=path)
     find_damage(path, rank, world_size)     # None, or a description of the first damaged file of this rank's share
-    dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())      # see safe_load.py
+    dcp.load(state, storage_reader=CheckedReader(path), planner=SafePlanner())      # see metadata.py
 
 A save writes the data files, then DCP's `.metadata`, then `manifest.json` with the name, size and CRC-32 of every other
 file. The checksums are computed from the bytes that are written. Each file is synchronized to the disk before the next

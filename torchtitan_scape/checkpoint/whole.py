@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA, read_record
-from torchtitan_scape.checkpoint.safe_load import CheckedReader, load_into
+from torchtitan_scape.checkpoint.metadata import RUN_METADATA, CheckedReader, load_into, read_record
 from torchtitan_scape.checkpoint.state import RANDOM
 from torchtitan_scape.checkpoint.storage import find_damage, is_finished, steps_in
 from torchtitan_scape.titan.components import DATALOADER, LR_SCHEDULER, OPTIMIZER

@@ -20,8 +20,7 @@ from torchtitan_scape.config.reference import help_text
 from torchtitan_scape.config.resolved import Resolved
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import packaged
-from torchtitan_scape.core.renamed_keys import REMOVED_KEYS, present_key, renamed
-from torchtitan_scape.core.type_checks import check_value, value_of_text
+from torchtitan_scape.core.options import REMOVED_KEYS, check_value, present_key, renamed, value_of_text
 from torchtitan_scape.titan.config import ConfigManager
 
 _CONFIG_FILE = ("--job.config_file", "--job.config-file")

@@ -12,8 +12,7 @@ from typing import Any
 from unicodedata import category
 
 from torchtitan_scape.core.files import packaged
-from torchtitan_scape.core.renamed_keys import with_present_keys
-from torchtitan_scape.core.type_checks import short
+from torchtitan_scape.core.options import short, with_present_keys
 
 MAX_DEPTH = 4  # of a chain of files that extend each other
 # First words of a resolved.toml (see `resolved`), and of its line with the files of the recipe. `load` recognizes the

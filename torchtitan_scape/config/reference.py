@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.type_checks import type_text
+from torchtitan_scape.core.options import type_text
 
 WIDTH = 80
 _NAME_WIDTH = 24

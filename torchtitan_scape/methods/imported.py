@@ -14,7 +14,7 @@ from torchtitan_scape.optimizers.registry import FIRST, SECOND
 
 
 class CheckpointReader(Protocol):
-    """The part of `checkpoint.reader.StateReader` that methods use. Calls are collective."""
+    """The part of `checkpoint.migration.StateReader` that methods use. Calls are collective."""
 
     saved: dict[str, Any]
     same_count: bool

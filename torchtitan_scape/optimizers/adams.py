@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchtitan_scape.core.options import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, local, stored
 from torchtitan_scape.core.tensors import add_to_each_
-from torchtitan_scape.core.type_checks import check_hyperparameters
 from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
 from torchtitan_scape.kernels.common.rates import Rates
 

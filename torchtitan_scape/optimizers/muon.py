@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard as Cut
 from torch.optim import Optimizer
 
+from torchtitan_scape.core.options import check_hyperparameters
 from torchtitan_scape.core.parameters import (
     Shard,
     StoredTensors,
@@ -24,7 +25,6 @@ from torchtitan_scape.core.parameters import (
     local,
 )
 from torchtitan_scape.core.tensors import add_to_each_
-from torchtitan_scape.core.type_checks import check_hyperparameters
 from torchtitan_scape.kernels.backends import choose_backend, muon_passes
 from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES
 from torchtitan_scape.optimizers.adamw_pass import AdamWPass

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchtitan_scape.core.options import check_hyperparameters
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.core.type_checks import check_hyperparameters
 
 
 class SignSGD(Optimizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_scape.core.files import parse_json
-from torchtitan_scape.core.renamed_keys import with_present_keys
+from torchtitan_scape.core.options import with_present_keys
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.machines import Device, Links

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_scape.core.consistency import DamagedParametersError, ranks_text
 from torchtitan_scape.core.parameters import Shard
-from torchtitan_scape.core.plausibility import DamagedParametersError, ranks_text
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.backends import choose_backend, finite_check, norms

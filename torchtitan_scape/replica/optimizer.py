@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
+from torchtitan_scape.core.consistency import (
+    DamagedParametersError,
+    ReplicatedTensors,
+    check_plausible,
+    check_replicas_equal,
+    is_plausible,
+)
 from torchtitan_scape.core.observer import ObservedState, Observer
 from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, stored
-from torchtitan_scape.core.plausibility import DamagedParametersError, check_plausible, is_plausible
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_scape.core.options import renamed
 from torchtitan_scape.core.parameters import Shard, collect_shards, model_group_of
-from torchtitan_scape.core.renamed_keys import renamed
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.method import ScapeMethod

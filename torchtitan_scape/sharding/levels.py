@@ -15,9 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
-from torchtitan_scape.core.parameters import SliceParameter, plain_name, stored
+from torchtitan_scape.core.parameters import SliceParameter, hold_in_bfloat16, plain_name, stored
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.sharding.base import (
     CollectiveHook,

@@ -20,14 +20,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_scape.checkpoint import storage
-from torchtitan_scape.checkpoint.global_layout import GlobalLayout
-from torchtitan_scape.checkpoint.metadata import RUN_METADATA, RunMetadata, read_record
-from torchtitan_scape.checkpoint.migration import migrate
+from torchtitan_scape.checkpoint.metadata import (
+    RUN_METADATA,
+    RunMetadata,
+    forget_metadata,
+    load_into,
+    names_in,
+    read_record,
+)
+from torchtitan_scape.checkpoint.migration import StateReader, migrate
 from torchtitan_scape.checkpoint.node_folders import NodeFolders
-from torchtitan_scape.checkpoint.reader import StateReader
-from torchtitan_scape.checkpoint.safe_load import forget_metadata, load_into, names_in
 from torchtitan_scape.checkpoint.state import (
     RANDOM,
+    GlobalLayout,
     ModelCheckpoint,
     OptimizerCheckpoint,
     RandomState,

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_scape.config.parsing import resolve
-from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.core.consistency import DamagedParametersError, ReplicasDifferError
 from torchtitan_scape.core.device_check import check_device
-from torchtitan_scape.core.plausibility import DamagedParametersError
 from torchtitan_scape.planner.configured import saving_of
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.report.summary import report_dry_run

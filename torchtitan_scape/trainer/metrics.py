@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.core.consistency import DamagedParametersError
 from torchtitan_scape.core.text import duration_text, sent_text, shards_text
 from torchtitan_scape.report.stragglers import delay_text, gather_waits, slowest_rank
 from torchtitan_scape.sharding.base import KINDS

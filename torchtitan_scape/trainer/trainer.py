@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_scape.checkpoint.best import BestCheckpoint
-from torchtitan_scape.checkpoint.global_layout import GlobalLayout
 from torchtitan_scape.checkpoint.metadata import RunMetadata
 from torchtitan_scape.checkpoint.node_folders import check_private
+from torchtitan_scape.checkpoint.state import GlobalLayout
 from torchtitan_scape.checkpoint.storage import check_shared
 from torchtitan_scape.config.checks import remarks
 from torchtitan_scape.config.job_config import JobConfig, group_options, options_of
-from torchtitan_scape.core.consistency import ReplicasDifferError
-from torchtitan_scape.core.plausibility import DamagedParametersError
+from torchtitan_scape.core.consistency import DamagedParametersError, ReplicasDifferError
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.data.prepared import PreparedDataLoader
