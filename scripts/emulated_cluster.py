@@ -164,6 +164,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": NIC,
             "TP_SOCKET_IFNAME": NIC,
             "OMP_NUM_THREADS": "1",
+            "TRAIN_PROGRAM": "scripts.interfaces",
             "SCAPE_COUNT_INTERFACES": "1",
         }
 

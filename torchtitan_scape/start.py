@@ -136,7 +136,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
     from torchtitan_scape.runtime import launch
 
-    sys.argv[1:] = [*launcher, "-m", "torchtitan_scape.train", *arguments]
+    program = os.environ.get("TRAIN_PROGRAM") or "torchtitan_scape.train"
+    sys.argv[1:] = [*launcher, "-m", program, *arguments]
     launch.main()
 
 

@@ -112,7 +112,7 @@ class EmulatedSet:
         """Return the losses, and the bytes if asked for, of a run that is not timed. Raises RunError."""
         log = self.queue.work / spec.name
         (log / "summary.json").unlink(missing_ok=True)
-        self.start(spec.size, ["-m", "torchtitan_scape.train", *self.arguments(spec, log)], log, None)
+        self.start(spec.size, ["-m", "scripts.interfaces", *self.arguments(spec, log)], log, None)
         if (summary := read(log / "summary.json")) is None:
             raise RunError(f"the run wrote no summary (log in {log})")
         kept = ["steps", "validation_loss", "training_loss", "skipped_steps", "layout"]

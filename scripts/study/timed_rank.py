@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from scripts.common import write
+from scripts.interfaces import CountingTrainer
 from scripts.study.peers import PEERS, without_fsdp
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.core.patching import replaced
@@ -53,7 +54,7 @@ SHARD = {kind: f"shard {kind}" for kind in KINDS}  # phases of the shard axis's 
 SILENT_PASSES = 3  # passes without an exchange, which separate compute from exchange
 
 
-class TimedTrainer(ScapeTrainer):
+class TimedTrainer(CountingTrainer):
     """The trainer. It times every step by phase, and can wait instead of computing."""
 
     def __init__(self, job_config: Any) -> None:

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scripts.interfaces import COUNTERS, read_interfaces
 from tests.logs import logged
 from tests.methods.test_local_updates import SHAPES, Literal, build, far, final, parameters, start, step, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.noloco.options import NolocoOptions
 from torchtitan_scape.replica.replicate import replicate
-from torchtitan_scape.report.interfaces import COUNTERS, read_interfaces
 from torchtitan_scape.topology.layout import partners
 
 NOLOCO = {"inner_steps": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "averaging_rate": 0.9}

@@ -96,7 +96,7 @@ def test_resuming_equals_the_uninterrupted_run(pool1: Pool, tmp_path: Path) -> N
 def test_simulated_replicas_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 2,229,888 parameters needs 8 x 8 bytes for state and gradients of eight replicas, and 4 for itself."""
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.report.forecast import check_memory
+    from torchtitan_scape.report.memory import check_memory
     from torchtitan_scape.titan import device
     from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register

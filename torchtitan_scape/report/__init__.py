@@ -1,1 +1,1 @@
-"""Reports of a run: memory, forecast, stragglers, interface traffic, samples and the summary."""
+"""Reports of a run: memory, forecast and the summary."""

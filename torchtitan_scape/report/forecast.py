@@ -1,50 +1,17 @@
-"""Memory check of simulated replicas, and the predicted step time of the real run."""
+"""Predicted step time of the run whose replicas are simulated."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
+from torchtitan_scape.core.text import seconds_text
 from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import FSDP, Assumptions, Prediction, predict
-from torchtitan_scape.titan import device
 from torchtitan_scape.topology.layout import Layout, simulated_layout
 from torchtitan_scape.topology.machines import Links
-
-logger = logging.getLogger(__name__)
-
-
-def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
-    """Log the memory that the simulated replicas need.
-
-    Activations and FSDP's gathered weights are estimated, and only logged: they are those of one replica.
-
-    Raises:
-        ValueError: The memory exceeds the free memory; the message contains a fix.
-    """
-    simulated, method = config.topology.simulate_replicas, method_of(config)
-    workload = workload_of(config)
-    model = workload.local(layout.shard * layout.context * layout.tensor)
-    estimated = workload.working_bytes() + workload.activation_bytes(config.training.local_batch_size)
-
-    def needed(replicas: int) -> dict[str, float]:
-        return method.simulated_memory(model, replicas)
-
-    kinds, free = needed(simulated), device.free_memory(device_type, rank, layout.ranks_per_node)
-    total = sum(kinds.values())
-    message = (
-        f"{simulated} simulated replicas need {size_text(total)} per rank without activations "
-        f"({kinds_text(kinds)}); {size_text(free)} are free"
-    )
-    logger.info(f"{message}; activations and working copy need about {size_text(estimated)} more")
-    if total > free and config.comm.mode != "fake_backend":
-        fits = next((n for n in range(simulated - 1, 1, -1) if sum(needed(n).values()) <= free), None)
-        advice = "use a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
-        raise ValueError(f"[topology] simulate_replicas = {simulated}: {message}; {advice}")
 
 
 @dataclass(frozen=True)

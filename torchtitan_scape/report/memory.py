@@ -1,17 +1,22 @@
 """Memory of a rank: predicted before allocation, and compared with the measured peak."""
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig, group_options
 from torchtitan_scape.core.text import kinds_text, size_text
-from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.core.workloads import LocalModel, Workload
+from torchtitan_scape.models.registry import micro_batches, stage_modules, workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
-from torchtitan_scape.report.stage_memory import stage_memory
+from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.titan import device
 from torchtitan_scape.topology.groups import most_groups
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.machines import memory_warning
+
+logger = logging.getLogger(__name__)
 
 # Kinds that depend on the model's shape and on recomputation, and can only be estimated.
 ESTIMATED = ("working copy", "activations", "shard messages", "chunks in flight")
@@ -115,3 +120,60 @@ class MemoryReport:
         measured = "process, libraries included" if self.device == "CPU" else "allocated"
         predicted = f"{size_text(sum(self.kinds.values()))} predicted ({size_text(self.tensors)} of it persistent)"
         return f"{size_text(peak)} peak ({measured}), {predicted}"
+
+
+def stage_memory(
+    config: JobConfig, workload: Workload, method: PlannedRun, layout: Layout, shards: int
+) -> tuple[LocalModel, dict[str, float]]:
+    """Return the shards, and the estimated bytes by kind, of a rank of the stage that needs most memory.
+
+    With 1F1B a stage keeps the activations of one micro-batch for itself and for every later stage. FSDP gathers the
+    parameters of a stage once per local batch, and accumulates their gradients unsharded.
+    """
+    stages = []
+    model, batches = workload.local(shards), micro_batches(config)
+    for number, modules in enumerate(stage_modules(config, workload.layers)):
+        part = model.select(_names_in(modules, model.names))
+        kinds = method.device_memory(part, layout.replicate, len(layout.hierarchy(layout.replicate_group(0))) > 1)
+        own = replace(workload, layers=sum(module.startswith("layers.") for module in modules))
+        size, is_last = config.parallelism.pipeline_parallel_microbatch_size, number == layout.pipeline - 1
+        is_1f1b = config.parallelism.pipeline_parallel_schedule.lower() == "1f1b"
+        kept = min(batches, layout.pipeline - number) if is_1f1b else batches
+        gathered = 6.0 * part.entries * shards / layout.tensor if shards > 1 else 0.0
+        kinds["working copy"] = workload.working_bytes() + gathered
+        kinds["activations"] = kept * own.activation_bytes(size, output=is_last)
+        stages.append((part, kinds))
+    return max(stages, key=lambda one: sum(one[1].values()))
+
+
+def _names_in(modules: Sequence[str], names: Sequence[str]) -> set[str]:
+    return {name for name in names if any(name.startswith(f"{module}.") for module in modules)}
+
+
+def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int) -> None:
+    """Log and check the memory that simulated replicas need.
+
+    Activations and FSDP's gathered weights are estimated, and only logged: they are those of one replica.
+
+    Raises:
+        ValueError: The memory exceeds the free memory; the message contains a fix.
+    """
+    simulated, method = config.topology.simulate_replicas, method_of(config)
+    workload = workload_of(config)
+    model = workload.local(layout.shard * layout.context * layout.tensor)
+    estimated = workload.working_bytes() + workload.activation_bytes(config.training.local_batch_size)
+
+    def needed(replicas: int) -> dict[str, float]:
+        return method.simulated_memory(model, replicas)
+
+    kinds, free = needed(simulated), device.free_memory(device_type, rank, layout.ranks_per_node)
+    total = sum(kinds.values())
+    message = (
+        f"{simulated} simulated replicas need {size_text(total)} per rank without activations "
+        f"({kinds_text(kinds)}); {size_text(free)} are free"
+    )
+    logger.info(f"{message}; activations and working copy need about {size_text(estimated)} more")
+    if total > free and config.comm.mode != "fake_backend":
+        fits = next((n for n in range(simulated - 1, 1, -1) if sum(needed(n).values()) <= free), None)
+        advice = "use a smaller model or more shards" + (f", or at most {fits} replicas" if fits else "")
+        raise ValueError(f"[topology] simulate_replicas = {simulated}: {message}; {advice}")

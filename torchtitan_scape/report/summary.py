@@ -20,7 +20,6 @@ from torchtitan_scape.planner.configured import shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast
-from torchtitan_scape.report.interfaces import InterfaceCount, interface_lines
 from torchtitan_scape.report.memory import MemoryReport
 from torchtitan_scape.sharding.base import UPDATE
 from torchtitan_scape.sharding.cost import LevelsPlan
@@ -40,7 +39,6 @@ class SummaryView(Protocol):
     gradient_accumulation_steps: int
     replica_optimizer: ReplicaOptimizer
     metrics_processor: Any
-    interfaces: InterfaceCount
     forecast: Forecast | None
     memory: MemoryReport | None
     parallel_dims: Any
@@ -82,7 +80,6 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
     read = replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
     tokens_seen, empty = read.tolist()
     shards, planned = _planned_on_shard_axis(trainer), _planned_on_replicate_axis(trainer)
-    interfaces = trainer.interfaces.summary()  # before other messages
     validates, calls = trainer.job_config.validation.enable, replica_optimizer.collectives.ledger.calls
     summary = {
         "method": trainer.job_config.sync.method,
@@ -106,7 +103,6 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
         "planned_shard_axis_bytes_per_step_and_rank": {" ".join(pair): value for pair, value in shards.items()},
         "wait_seconds_per_step_by_rank": metrics.mean_waits(steps),
         "messages_per_step": {" ".join(entry): count / steps for entry, count in sorted(calls.items())},
-        "interfaces": interfaces,
         "skipped_steps": replica_optimizer.guard.skipped,
         "layout": trainer.described,
     }
@@ -132,7 +128,6 @@ def _rows(trainer: SummaryView, figures: dict[str, Any], sent: Any, folder: Path
         ("validation loss", f"{_loss_text(figures['validation_loss'])}{_figures_text(validation)}"),
         ("sent per step and rank", sent_text(sent.replicas, sent.dense)),
         *([("on the shard axis", shards_text(sent.shards))] if sent.shards else ()),
-        *(("interfaces, per step", line) for line in interface_lines(figures["interfaces"])),
         *(trainer.forecast.rows() if trainer.forecast else ()),
         *([("memory", trainer.memory.compared_with(figures["peak_memory_bytes"]))] if trainer.memory else ()),
         *([("pending updates", f"norm {unsent:.3g}")] if unsent is not None else ()),

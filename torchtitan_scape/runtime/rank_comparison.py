@@ -86,9 +86,6 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
 def facts(config: JobConfig) -> dict[str, str]:
     """Return all properties that ranks must have in common, as text, by name."""
     collected = {key: repr(value) for key, value in values_of(config) if key not in MAY_DIFFER} | code_versions()
-    # This variable adds barriers, so it must be equal on all ranks.
-    key = "SCAPE_COUNT_INTERFACES"
-    collected[f"environment: {key}"] = os.environ.get(key, "none")
     # Only tokenizer files, because the folder may also contain weights.
     collected |= file_facts("tokenizer", config.model.hf_assets_path, (".json", ".txt", ".model"))
     training = config.training

@@ -6,6 +6,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.consistency import DamagedParametersError
 from torchtitan_scape.core.text import duration_text, sent_text, shards_text
-from torchtitan_scape.report.stragglers import delay_text, gather_waits, slowest_rank
 from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
+from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import from_last_stage
@@ -35,6 +36,8 @@ SPARSE = {
 PHASES = ("forward_backward", "check", "wait", "pack", "exchange", "clip", "update", "compare", "observe")
 PATIENCE = 3  # logged steps in a row with such a sign, after which the run ends
 _RANDOM, _LEARNED = 0.98, 0.8  # of ln(vocabulary): a loss of random output, and one of a model that has learned
+# Share of a step below which differences between the waits of ranks are ignored; number of slow ranks that are named.
+MIN_SHARE, _MAX_NAMED = 0.05, 3
 
 
 class Health:
@@ -251,3 +254,51 @@ def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds:
         fields.append(f"skipped steps {figures['skipped_steps']:.0f}")
     times = ", ".join(f"{name} {1e3 * seconds[name]:.0f}" for name in PHASES if name in seconds)
     return [*fields, f"ms/step: {times}"]
+
+
+# Stragglers: in a synchronized step, the rank that the others wait for does not wait itself. Phase "wait" covers the
+# count of the step's tokens, which reveals slow data loading, and the flag of finite gradients, which reveals a slow
+# forward or backward pass. If FSDP shards a replica over ranks, its own collectives wait inside these passes, so all
+# ranks of a slow rank's shard group look slow.
+
+
+def gather_waits(
+    collectives: ReplicaCollectives, wait: float, step: float, device: torch.device
+) -> tuple[list[float], float]:
+    """Return `wait` of every rank and the mean of `step` over ranks, in seconds. Collective; its bytes are not
+    counted.
+    """
+    if collectives.is_fake or not dist.is_initialized():
+        return [wait], step
+    world = dist.get_world_size()
+    values = torch.zeros(world + 2, dtype=torch.float64, device=device)
+    values[dist.get_rank()], values[-2], values[-1] = wait, step, 1.0
+    *waits, steps, times = collectives.sum_over_all(values).tolist()
+    # Each process adds its values once per simulated replica.
+    return [value * world / times for value in waits], steps / times
+
+
+def slowest_rank(waits: list[float], step: float) -> int:
+    """Return the rank with the shortest wait, or -1 if all waits are about equal relative to a step. In seconds."""
+    return waits.index(min(waits)) if max(waits) - min(waits) > MIN_SHARE * step else -1
+
+
+def delay_text(waits: list[float], step: float, hosts: list[str]) -> str:
+    """Return the slow ranks in words, or "" if no rank delays the others.
+
+    Args:
+        waits, step: seconds.
+        hosts: host of each rank, named if there are several hosts.
+    """
+    if slowest_rank(waits, step) < 0:
+        return ""
+    order = sorted(range(len(waits)), key=lambda rank: waits[rank])
+
+    def name(rank: int) -> str:
+        return f"rank {rank}" + (f" on {hosts[rank]}" if len(set(hosts)) > 1 else "")
+
+    usual = median(waits[rank] for rank in order[1:])
+    if waits[order[1]] - waits[order[0]] > MIN_SHARE * step:
+        return f"{name(order[0])} delays the others by {1e3 * (usual - waits[order[0]]):.0f} ms"
+    least = ", ".join(f"{name(rank)} {1e3 * waits[rank]:.0f} ms" for rank in order[:_MAX_NAMED])
+    return f"slow ranks wait least: {least}; median {1e3 * usual:.0f} ms"

@@ -29,9 +29,8 @@ from torchtitan_scape.data.read_ahead import ReadAheadLoader, TokenSum
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.observe.observation import Observation
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-from torchtitan_scape.report.forecast import Forecast, check_memory
-from torchtitan_scape.report.interfaces import InterfaceCount
-from torchtitan_scape.report.memory import MemoryReport
+from torchtitan_scape.report.forecast import Forecast
+from torchtitan_scape.report.memory import MemoryReport, check_memory
 from torchtitan_scape.report.summary import summarize
 from torchtitan_scape.runtime.device_settings import check_queues
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
@@ -102,7 +101,6 @@ class ScapeTrainer(Trainer):
         self.health = Health(self.model_args.vocab_size)
         self.checkpointer.alarm = lambda: self.health.alarm
         self.checkpointer.total_steps = job_config.training.steps
-        self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
         if trains:
@@ -266,7 +264,6 @@ class ScapeTrainer(Trainer):
         if flushes:
             self.checkpointer.maybe_wait_for_staging()  # a full exchange changes states that may still be copied
             self.replica_optimizer.request_full_exchange()
-        self.interfaces.before_step(self.steps_taken)
         begin = time.perf_counter()
         if self.observation is not None:
             self.observation.before_step(self.step)
@@ -300,7 +297,6 @@ class ScapeTrainer(Trainer):
                 dist.distributed_c10d._set_pg_timeout(timeout, self._count_group)
             if self.step > 1:  # TorchTitan sets its timeouts after step 1, which a resumed run does not have
                 set_pg_timeouts(timeout=timeout, parallel_dims=self.parallel_dims)
-        self.interfaces.after_step(self._a_step_follows())
         if self.shutdown is not None:
             self.shutdown.after_step(self, first=self.steps_taken == 1)
 
@@ -313,12 +309,6 @@ class ScapeTrainer(Trainer):
         if alarm := self.health.judge(self.step, metrics.last_loss, metrics.zero_gradient, last):
             logger.warning(f"{alarm}; no checkpoint is written or deleted until this changes")
             self.replica_optimizer.check_parameters(self.step)
-
-    def _a_step_follows(self) -> bool:
-        """Return whether the next step follows directly: no validation, no checkpoint, and not the end."""
-        last = self.step == self.job_config.training.steps
-        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
-        return not (last or validates or self.checkpointer.saves_at(self.step, last))
 
     def should_continue_training(self) -> bool:
         """Return TorchTitan's decision, or raise StoppedEarly if the ranks agreed to stop, all at the same step."""

@@ -1,22 +1,32 @@
-"""Counted bytes compared with the nodes' network interfaces, during training steps only.
+"""A run of the trainer that compares the counted bytes with the nodes' network interfaces, in training steps only.
+
+    python -m scripts.interfaces --job.config_file=...     # arguments of torchtitan_scape.train
+
+The comparison is in summary.json as "interfaces". It needs SCAPE_COUNT_INTERFACES=1, the same on all ranks, because it
+adds barriers. `scripts/emulated_cluster.py` sets it, and TRAIN_PROGRAM, with which ./run_train.sh starts this module.
 
 The counters of an interface include headers, acknowledgements, retransmissions and the traffic of other programs. They
 include gloo's TCP traffic but not NCCL's own transports.
 """
 
+import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from scripts.common import write
+from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology.layout import Layout
+from torchtitan_scape.trainer import command
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -203,3 +213,40 @@ def interface_lines(figures: dict[str, Any] | None) -> list[str]:
             text = f"{min(ratios):.3f} to {max(ratios):.3f} x" if ratios else "nothing was counted"
             lines.append(f"{level}: {size_text(counted)} counted, {size_text(moved)} on the interfaces ({text})")
     return lines
+
+
+class CountingTrainer(ScapeTrainer):
+    """The trainer with an `InterfaceCount`, which adds "interfaces" to summary.json; null if nothing was measured."""
+
+    def __init__(self, job_config: Any) -> None:
+        super().__init__(job_config)
+        self.interfaces = InterfaceCount(self.layout, self.replica_optimizer)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        self.interfaces.before_step(self.steps_taken)
+        super().train_step(data_iterator)
+        self.interfaces.after_step(self._a_step_follows())
+
+    def _a_step_follows(self) -> bool:
+        """Return whether the next step follows directly: no validation, no checkpoint, and not the end."""
+        last = self.step == self.job_config.training.steps
+        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
+        return not (last or validates or self.checkpointer.saves_at(self.step, last))
+
+    def summarize(self) -> None:
+        figures = self.interfaces.summary()  # before the messages of the summary
+        super().summarize()
+        if dist.get_rank() == 0:
+            path = Path(self.job_config.job.dump_folder, "summary.json")
+            write(path, json.loads(path.read_text()) | {"interfaces": figures})
+            for line in interface_lines(figures):
+                logger.info(f"interfaces, per step: {line}")
+
+
+def main() -> None:
+    with replaced(command, "ScapeTrainer", CountingTrainer):
+        command.main()
+
+
+if __name__ == "__main__":
+    main()

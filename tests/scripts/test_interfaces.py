@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_scape.report import interfaces
-from torchtitan_scape.report.interfaces import RankBytes, by_level, compare, parse_counters, read_interfaces
+from scripts import interfaces
+from scripts.interfaces import RankBytes, by_level, compare, parse_counters, read_interfaces
 
 HEADINGS = """\
 Inter-|   Receive                                                |  Transmit
