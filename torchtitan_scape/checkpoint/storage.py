@@ -390,8 +390,7 @@ def call_on_rank_0(function: Callable[[], Any]) -> Any:
 
 def first_damage(path: str) -> str | None:
     """Return a description of the first damage, or None. Collective: each rank reads some of the files."""
-    damages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(damages, find_damage(path, dist.get_rank(), dist.get_world_size()))
+    damages = gather_lists(dist.group.WORLD, [find_damage(path, dist.get_rank(), dist.get_world_size())])
     return next((text for text in damages if text is not None), None)
 
 

@@ -15,7 +15,6 @@ from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
 from torchtitan_scape.titan.data import BaseDataLoader
-from torchtitan_scape.titan.distributed import device_type
 
 
 class SimulatedDataLoader(BaseDataLoader):
@@ -156,20 +155,6 @@ class ReadAheadLoader(BaseDataLoader):
     def load_resharded(self, states: list[dict[str, Any]]) -> str:
         """Apply `TextDataLoader.load_resharded`. Return a line for the log."""
         return self.loader.load_resharded(states)
-
-
-def raise_together(error: ValueError | None, what: str) -> None:
-    """Raise this rank's `error`; on the other ranks, an error that names the rank. Collective over all ranks."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        flags = [error is not None, dist.get_rank() if error else 0]
-        failed = torch.tensor(flags, dtype=torch.int64, device=device_type)
-        dist.all_reduce(failed)
-        n_failed, rank = failed.tolist()
-        if n_failed and error is None:
-            where = f"rank {rank}" if n_failed == 1 else f"{n_failed} ranks"
-            error = ValueError(f"{what} failed on {where}; see the message there")
-    if error is not None:
-        raise error
 
 
 class TokenSum:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from torchtitan_scape.core.parameters import Shard, is_slice, matching
+from torchtitan_scape.core.parameters import Shard, is_slice, matching, placed_like
+from torchtitan_scape.core.tensors import PART, sum_of_squares
 from torchtitan_scape.core.workloads import layer_of
 from torchtitan_scape.kernels.scape.reference import select_largest
 
 LINEAR = 4096  # Bins over [-2^e, 2^e). Histograms of different e can be merged by joining 2, 4, ... bins.
 PER_OCTAVE = 4  # Bins per unit of log2 |x|.
 LOWEST, HIGHEST = -149, 128  # Range of FP32: 2^-149 is the smallest magnitude, and all are below 2^128.
-_CHUNK = 1 << 22  # Entries converted to FP64 at a time.
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _ALL = "layers.*."
 # By [model] name: number of layers of the paper's model, and the tensors of its Figures 4 and 5.
@@ -115,13 +116,7 @@ def whole(shard: Shard, values: Tensor, group: ProcessGroup | None) -> Tensor:
             dist.all_reduce(total.view(torch.int32), group=group)  # The other ranks add zeros.
         return total
     if isinstance(parameter, DTensor):
-        distributed = DTensor.from_local(
-            values.view(shard.local_shape),
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        distributed = cast(DTensor, placed_like(parameter, values.view(shard.local_shape)))
         return distributed.full_tensor().reshape(-1)
     return values
 
@@ -163,7 +158,7 @@ def distribution(values: Tensor) -> Distribution:
     exponent = int(exponents[~zero].max()) if zeros < entries else 0
     half = LINEAR // 2
     # Multiplication by a power of two and floor are exact. FP64 has the range of that power.
-    bins = torch.cat([(part.double() * (half * 2.0**-exponent)).floor().int() for part in values.split(_CHUNK)])
+    bins = torch.cat([(part.double() * (half * 2.0**-exponent)).floor().int() for part in values.split(PART)])
     borders = [2.0 ** (i / PER_OCTAVE - 1) for i in range(1, PER_OCTAVE)]
     edges = torch.tensor(borders, dtype=torch.float32, device=values.device)
     parts = torch.bucketize(mantissas, edges, right=True, out_int32=True)
@@ -184,7 +179,7 @@ def distribution(values: Tensor) -> Distribution:
 
 
 def _doubled(values: Tensor) -> Iterator[Tensor]:
-    return (part.double() for part in values.split(_CHUNK))
+    return (part.double() for part in values.split(PART))
 
 
 def _central_moments(values: Tensor) -> tuple[float, float, float]:
@@ -201,7 +196,7 @@ def _central_moments(values: Tensor) -> tuple[float, float, float]:
 
 def norm(values: Tensor) -> float:
     """Return the L2 norm, summed in FP64."""
-    return sum(float(part.square().sum()) for part in _doubled(values)) ** 0.5
+    return float(sum_of_squares(values)) ** 0.5
 
 
 def largest(values: Tensor, density: float) -> Tensor:

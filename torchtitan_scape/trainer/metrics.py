@@ -19,7 +19,6 @@ from torchtitan_scape.core.text import duration_text, sent_text, shards_text
 from torchtitan_scape.sharding.base import KINDS
 from torchtitan_scape.titan.components import MetricsProcessor
 from torchtitan_scape.titan.distributed import ParallelDims, device_module, device_type
-from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.traffic import REPLICATE, SHARD, Entry, TrafficLedger
 from torchtitan_scape.trainer.optimizers import TitanOptimizers
 from torchtitan_scape.trainer.parallelize import from_last_stage
@@ -197,11 +196,20 @@ class ReplicaMetrics(MetricsProcessor):
         return self._gather_waits(self.mean_seconds(steps))[0]
 
     def _gather_waits(self, seconds: dict[str, float]) -> tuple[list[float], float]:
+        """Return each rank's wait, and the mean step over ranks, in seconds. Collective; its bytes are not counted."""
         collectives, device = self.optimizers.replica.collectives, self.optimizers.replica.grad_norm.device
-        if not self._hosts and not collectives.is_fake:
+        wait, step = seconds.get("wait", 0.0), sum(seconds.values())
+        if collectives.is_fake:
+            return [wait], step
+        if not self._hosts:
             hosts_by_rank = collectives.gather_objects((dist.get_rank(), socket.gethostname()))
             self._hosts = [host for _, host in sorted(hosts_by_rank)]
-        return gather_waits(collectives, seconds.get("wait", 0.0), sum(seconds.values()), device)
+        world = dist.get_world_size()
+        values = torch.zeros(world + 2, dtype=torch.float64, device=device)
+        values[dist.get_rank()], values[-2], values[-1] = wait, step, 1.0
+        *waits, steps, times = collectives.sum_over_all(values).tolist()
+        # Each process adds its values once per simulated replica.
+        return [value * world / times for value in waits], steps / times
 
     def bytes_per_step(self, steps: int, since: Mapping[Entry, float]) -> SentBytes:
         """Return the mean bytes that a rank sends per step over the last `steps` steps. Collective.
@@ -260,22 +268,6 @@ def _sync_fields(step: int, figures: dict[str, float], sent: SentBytes, seconds:
 # count of the step's tokens, which reveals slow data loading, and the flag of finite gradients, which reveals a slow
 # forward or backward pass. If FSDP shards a replica over ranks, its own collectives wait inside these passes, so all
 # ranks of a slow rank's shard group look slow.
-
-
-def gather_waits(
-    collectives: ReplicaCollectives, wait: float, step: float, device: torch.device
-) -> tuple[list[float], float]:
-    """Return `wait` of every rank and the mean of `step` over ranks, in seconds. Collective; its bytes are not
-    counted.
-    """
-    if collectives.is_fake or not dist.is_initialized():
-        return [wait], step
-    world = dist.get_world_size()
-    values = torch.zeros(world + 2, dtype=torch.float64, device=device)
-    values[dist.get_rank()], values[-2], values[-1] = wait, step, 1.0
-    *waits, steps, times = collectives.sum_over_all(values).tolist()
-    # Each process adds its values once per simulated replica.
-    return [value * world / times for value in waits], steps / times
 
 
 def slowest_rank(waits: list[float], step: float) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -16,11 +16,12 @@ from torch import nn
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.loader import Batch, text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
-from torchtitan_scape.data.read_ahead import SimulatedDataLoader, raise_together
+from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 from torchtitan_scape.titan.components import MetricsProcessor, Validator
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
 from torchtitan_scape.titan.distributed import ParallelDims, device_type
 from torchtitan_scape.titan.patches import no_validation_loader
+from torchtitan_scape.topology.groups import gather_lists
 from torchtitan_scape.trainer.parallelize import from_last_stage
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,12 @@ def validation_batches(
             data = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
     except ValueError as caught:  # May occur on one rank only, for example for a share without text.
         error = caught
-    raise_together(error, "reading the validation data")
+    failed = [rank for rank, has_failed in enumerate(gather_lists(dist.group.WORLD, [error is not None])) if has_failed]
+    if failed and error is None:
+        where = f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} ranks"
+        error = ValueError(f"reading the validation data failed on {where}; see the message there")
+    if error is not None:
+        raise error
     if not isinstance(data, list):
         return data
     size = validation.local_batch_size
@@ -134,11 +140,7 @@ def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
 
 def _gather_by_reader(local_values: dict[int, Any]) -> dict[int, Any]:
     """Gather values by reader from all ranks. Ranks of one data-parallel index send equal values."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return local_values
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local_values)
-    return dict(chain.from_iterable(values.items() for values in gathered))
+    return dict(gather_lists(dist.group.WORLD, list(local_values.items())))
 
 
 def _log_whole_split(share: int, readers: int, left: int, tail: int = 0) -> None:
