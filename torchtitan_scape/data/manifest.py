@@ -21,11 +21,10 @@ import numpy as np
 
 from torchtitan_scape.core.files import parse_json, refuse_pointers, require_plain_name, sync_folder, write_whole
 from torchtitan_scape.titan.data import BaseTokenizer
+from torchtitan_scape.titan.tokenizer import FILES
 
 MANIFEST, FORMAT = "manifest.json", 1
 TRAIN, VALIDATION = "train", "validation"
-# TorchTitan reads the first existing file; vocab.json and merges.txt belong together.
-_TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's dtype codes that can represent token ids.
@@ -201,11 +200,11 @@ def damage(folder: Path, shard: IndexedShard, dtype: np.dtype[Any]) -> str:
 
 def tokenizer_digest(folder: Path) -> str:
     """Return the first 16 digits of the SHA-256 of the tokenizer's files. Raises ValueError if there are none."""
-    for names in _TOKENIZER_FILES:
+    for names in FILES:
         if (folder / names[0]).is_file():
             files = [folder / name for name in names if (folder / name).is_file()]
             return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    raise ValueError(f"{str(folder)!r} has no tokenizer: none of {', '.join(names[0] for names in _TOKENIZER_FILES)}")
+    raise ValueError(f"{str(folder)!r} has no tokenizer: none of {', '.join(names[0] for names in FILES)}")
 
 
 def tokenizer_entries(tokenizer: BaseTokenizer) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer, bui
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's token, both BOS and EOS.
-_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-_OTHER_FILES = ("merges.txt", "tokenizer_config.json")
+# TorchTitan reads the first existing file; vocab.json and merges.txt belong together.
+FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 
 
 def name_borders(tokenizer: HuggingFaceTokenizer) -> None:
@@ -47,10 +48,10 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
         raise ValueError(
             f"model.hf_assets_path: {str(folder)!r} is not a folder; expected one with {expected}: {fetch}"
         )
-    if not any((folder / name).is_file() for name in _FILES):
+    if not any((folder / names[0]).is_file() for names in FILES):
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} has no tokenizer; expected {expected}: {fetch}")
     try:
-        refuse_pointers(*(folder / name for name in (*_FILES, *_OTHER_FILES)))
+        refuse_pointers(*(folder / name for name in (*chain(*FILES), "tokenizer_config.json")))
         tokenizer = build_hf_tokenizer(job_config)
     except Exception as error:  # The tokenizers library raises no narrower type.
         raise ValueError(f"model.hf_assets_path: {str(folder)!r} cannot be read: {one_line(error)}") from error
