@@ -48,8 +48,8 @@ from torchtitan_scape.optimizers.initial_state import state_by_kind
 from torchtitan_scape.optimizers.matrix_choice import other_choice
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
-from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.checks import raise_on_all_ranks
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import ReplicaWeights
 
 _AT_A_TIME = 1 << 29  # bytes that a rank reads at a time
