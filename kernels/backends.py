@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import BLOCK
-from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.kernels.dense import reference as dense
+from torchtitan_scape.kernels.dense.reference import in_dry_run
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.torch_passes import torch_passes
+from torchtitan_scape.kernels.scape.torch_passes import TorchReplicated, TorchSharded
 from torchtitan_scape.kernels.topk import reference as topk
 from torchtitan_scape.kernels.topk.layout import MessageLayout
 
@@ -62,11 +62,12 @@ def choose_backend(backend: str, device: torch.device, dtypes: Iterable[torch.dt
 
 def scape_passes(backend: str, *arguments: Any, **options: Any) -> ScapePasses:
     """Return the passes of a SCAPE step on "triton" or "torch". Arguments and options are those of `ScapePasses`."""
+    replicated = options.get("owner") is None
     if backend == "triton":
-        from torchtitan_scape.kernels.scape.triton_passes import triton_passes
+        from torchtitan_scape.kernels.scape.triton_passes import TritonReplicated, TritonSharded
 
-        return triton_passes(*arguments, **options)
-    return torch_passes(*arguments, **options)
+        return (TritonReplicated if replicated else TritonSharded)(*arguments, **options)
+    return (TorchReplicated if replicated else TorchSharded)(*arguments, **options)
 
 
 def finite_check(backend: str, limit: float = math.inf) -> Callable[[list[Tensor]], Tensor]:
@@ -122,8 +123,12 @@ def outer_step(backend: str) -> Any:
 
 
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
-    """Return a block code on "triton" or "torch"; see `BlockCode`."""
-    return BlockCode(name, block, scale, backend)
+    """Return a block code on "triton" or "torch", with the same bits; see `BlockCode`."""
+    if backend == "triton":
+        from torchtitan_scape.kernels.codec.triton_passes import TritonBlockCode
+
+        return TritonBlockCode(name, block, scale)
+    return BlockCode(name, block, scale)
 
 
 def exchange_passes(backend: str, dtypes: Iterable[torch.dtype]) -> Any:

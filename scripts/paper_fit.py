@@ -8,7 +8,7 @@ its links are known by name only. Both are fitted; every residual is shown.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,16 +17,14 @@ import numpy as np
 
 from scripts.common import RESULTS, run_command, write
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import payload_entries
-from torchtitan_scape.planner.least_squares import least_squares
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions, payload_entries
+from torchtitan_scape.planner.measurement import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import Links, get_machine
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, padded_size
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, padded_size
 
 # The effective network bandwidth of a rank in the paper's dense runs (bytes/s), latencies included.
 EFFECTIVE_BANDWIDTH = 3.5e9
@@ -41,9 +39,7 @@ class Bf16Options(MethodOptions):
     def supports_overlap(self) -> bool:
         return True
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         # Two BF16 elements take the place of one of FP32.
         return [CollectiveCall("all_reduce", padded_size(-(-model.entries // 2), levels))]
 

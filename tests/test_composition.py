@@ -78,7 +78,7 @@ def train_on_parts(folder: str, arguments: list[str]) -> dict[str, Any]:
     """Train with context parallelism on a CPU, which the configuration check refuses."""
     with (
         patch("torchtitan.models.llama3.infra.parallelize.apply_cp_to_attention_module", apply_ring_attention),
-        patch("torchtitan_scape.models.gpt2_parallel.apply_cp_to_attention_module", apply_ring_attention),
+        patch("torchtitan_scape.models.gpt2.apply_cp_to_attention_module", apply_ring_attention),
         patch("torchtitan_scape.trainer.layout.check_config"),
     ):
         return train(folder, [*arguments, TWELVE], stop_after=STEPS)

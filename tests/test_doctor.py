@@ -17,9 +17,8 @@ from tests.pool import Pool
 from tests.server import ROOT
 from torchtitan_scape import doctor
 from torchtitan_scape.checkpoint import storage
-from torchtitan_scape.planner import node_checks
-from torchtitan_scape.planner.link_measurement import residual_advice
-from torchtitan_scape.planner.node_checks import MAX_ROUNDS, rounds_of
+from torchtitan_scape.planner import measurement
+from torchtitan_scape.planner.measurement import MAX_ROUNDS, residual_advice, rounds_of
 
 CHECKS = ["packages", "devices", "transport", "folder", "clocks", "node pairs", "products", "links"]
 
@@ -27,7 +26,7 @@ CHECKS = ["packages", "devices", "transport", "folder", "clocks", "node pairs", 
 def run(folder: str, fault: str = "", check: str = "", *options: str) -> tuple[int, dict[str, doctor.Finding]]:
     """Run one check or all, on nodes of one rank. Return the exit code and the rows by check."""
     rank, rows = dist.get_rank(), []
-    exchange, now, product = dist.batch_isend_irecv, time.time, node_checks.torch.mm
+    exchange, now, product = dist.batch_isend_irecv, time.time, measurement.torch.mm
     collect = doctor.Doctor.rows if not check else lambda self: [doctor._guarded(getattr(self, check))]
 
     def slow_exchange(operations: list[Any]) -> list[Any]:
@@ -53,11 +52,11 @@ def run(folder: str, fault: str = "", check: str = "", *options: str) -> tuple[i
         patch.object(socket, "gethostname", lambda: f"node{rank}"),
         patch.object(time, "time", lambda: now() + (5.0 if fault == "clock" and rank == 1 else 0.0)),
         patch.object(dist, "batch_isend_irecv", slow_exchange),
-        patch.object(node_checks.torch, "mm", slow_product),
+        patch.object(measurement.torch, "mm", slow_product),
         patch.object(doctor, "code_versions", lambda: versions),
         patch.object(doctor.Doctor, "rows", keep),
         patch.object(storage, "SHARED_SECONDS", 0.5),
-        patch.object(node_checks, "REPEATS", 4),
+        patch.object(measurement, "NODE_REPEATS", 4),
         patch.dict(os.environ, LOCAL_RANK="0"),
     ):
         code = doctor.main(["--dump-folder", folder, "--ranks-per-node=1", "--machine=local", "--largest=1", *options])

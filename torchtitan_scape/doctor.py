@@ -32,7 +32,7 @@ from torchtitan_scape.core.command import import_advice, one_line, parser_of
 from torchtitan_scape.core.device_check import check_device
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import first_text
-from torchtitan_scape.planner import link_measurement, node_checks
+from torchtitan_scape.planner import measurement
 from torchtitan_scape.runtime import nccl_log
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, code_versions
 from torchtitan_scape.topology.groups import gather_lists
@@ -153,7 +153,7 @@ class Doctor:
         return Finding("folder", f"{Path(self.options.dump_folder).absolute()}: {seen}", advice, failed=bool(hosts))
 
     def clocks(self) -> Finding:
-        offsets = node_checks.clock_offsets(self.on_host)
+        offsets = measurement.clock_offsets(self.on_host)
         first = {self.hosts[node[0]]: offsets[node[0]] for node in self.nodes}
         advice = tuple(
             f"{host} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {self.hosts[0]}; synchronize it "
@@ -166,7 +166,7 @@ class Doctor:
     def pairs(self) -> Finding:
         if len(self.nodes) == 1:
             return Finding("node pairs", "one node")
-        rates = node_checks.pair_bandwidths(self.nodes, self.device)
+        rates = measurement.pair_bandwidths(self.nodes, self.device)
         names = [self.hosts[node[0]] for node in self.nodes]
         if len(set(names)) < len(names):  # several nodes of --ranks-per-node on a host
             names = [f"{name} (rank {node[0]})" for name, node in zip(names, self.nodes, strict=True)]
@@ -179,7 +179,7 @@ class Doctor:
         return Finding("node pairs", result, advice, failed=bool(slow))
 
     def products(self) -> Finding:
-        rates = node_checks.product_rates(self.device)
+        rates = measurement.product_rates(self.device)
         most, limit = max(rates), SLOW_DEVICE[self.device.type]
         least = min(range(self.world), key=rates.__getitem__)
         named = f"{self.hosts[least]} rank {least}"
@@ -197,8 +197,8 @@ class Doctor:
     def links(self) -> Finding:
         if self.world == 1:
             return Finding("links", "one rank")
-        sizes = link_measurement.sizes_of(self.options)
-        result = link_measurement.measure(self.layout, self.device, sizes, TIMEOUT)
+        sizes = measurement.sizes_of(self.options)
+        result = measurement.measure(self.layout, self.device, sizes, TIMEOUT)
         if self.options.output and dist.get_rank() == 0:
             self.options.output.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.options.output, json.dumps(result, indent=1) + "\n")
@@ -208,7 +208,7 @@ class Doctor:
             for name, link in result["levels"].items()
         ]
         text = f"{'; '.join(levels)}; memory {result['memory_bandwidth'] / 1e9:.3g} GB/s"
-        return Finding("links", text, tuple(link_measurement.residual_advice(result).values()))
+        return Finding("links", text, tuple(measurement.residual_advice(result).values()))
 
 
 def slow_pair_advice(
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("torchtitan_scape.doctor", __doc__)
     parser.add_argument("--dump-folder", default="outputs", help="folder to check, as job.dump_folder (outputs)")
     parser.add_argument("--output", type=Path, help="JSON file for the links (none)")
-    link_measurement.add_layout_options(parser)
+    measurement.add_layout_options(parser)
     own, folder = not dist.is_initialized(), Path(tempfile.mkdtemp(prefix="scape-doctor-"))
     log = folder / "nccl.log" if own else None
     try:
@@ -276,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if own:
             set_environment()
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-        device = link_measurement.own_device()
+        device = measurement.own_device()
         if own:
             _connect(device)
-        rows = Doctor(options, link_measurement.layout_of(options, device), device, log).rows()
+        rows = Doctor(options, measurement.layout_of(options, device), device, log).rows()
     except (ValueError, OSError, RuntimeError) as error:
         print(f"doctor: {one_line(error)}", file=sys.stderr)
         return 1

@@ -14,10 +14,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.formats import HADAMARD_SIZE, Format
+from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, Format, MessageSize
 from torchtitan_scape.kernels.common.launching import to_device
-from torchtitan_scape.kernels.common.torch_common import add_in_order_, divisor_of
+from torchtitan_scape.kernels.dense.reference import add_in_order_, divisor_of
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100
@@ -31,60 +30,146 @@ WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 CHUNK = 1 << 17  # entries that stay in a CPU's cache together with all temporaries
 
 
-def encode(code: BlockCode, x: Tensor, error: Tensor | None) -> Tensor:
-    """Encode x, FP32 (rows, m), as uint8 (rows, message_bytes).
+class BlockCode:
+    """A `topology.stages.Codec` that quantizes FP32 values in blocks with separate scales.
 
-    error: FP32 (rows, m), becomes x minus the decoded values.
+    Args:
+        name: Key of `kernels.codec.formats.FORMATS`: "int8", "int4", "e2m1", "e3m0", "2bit", "1bit" or
+            "1bit_unbiased".
+        block: Entries that share scales, a power of two from 32 to 1024.
+        scale: Dtype of the scales in messages, FP32 or BF16.
+
+    Raises:
+        ValueError: An unknown name, or an unsupported block or scale.
     """
-    form, block, (rows, m) = code.form, code.block_size, x.shape
-    codes_end, scales_end = parts(code, m)
-    blocks, errors = x.reshape(-1, block), None if error is None else error.view(-1, block)
-    packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=x.device).view(-1, block * form.bits // 8)
-    scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=x.device)
-    for part in chunks_of(blocks):
-        scales[part] = scales_of(blocks[part], form, code.scale)
-        packed[part] = pack(codes_of(blocks[part], scales[part], form), form).view(-1, packed.shape[1])
-        if errors is not None:
-            torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=errors[part])
-    messages = torch.zeros(rows, code.message_bytes(m), dtype=torch.uint8, device=x.device)
-    messages[:, :codes_end] = packed.view(rows, codes_end)
-    messages[:, codes_end:scales_end] = bits_of(scales, code.scale).view(torch.uint8).view(rows, scales_end - codes_end)
-    return messages
 
+    def __init__(self, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> None:
+        if name not in FORMATS:
+            raise ValueError(f"there is no block code {name!r}; known are {', '.join(FORMATS)}")
+        if block not in (32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"blocks of {block} entries; they must have a power of two of them, from 32 to 1024")
+        if scale not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"scales in {scale}; they must be torch.float32 or torch.bfloat16")
+        self.name, self.form, self.block_size, self.scale = name, FORMATS[name], block, scale
 
-def decode(code: BlockCode, messages: Tensor, out: Tensor) -> None:
-    """Decode uint8 (rows, message_bytes) into `out`, FP32 (rows, m), contiguous."""
-    packed, scales = split(code, messages, out.shape[1])
-    values = out.view(-1, code.block_size)
-    for part in chunks_of(values):
-        values_of(packed[part], scales[part], code.form, values[part])
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes and scales of a block."""
+        return self.block_size * self.form.bits // 8 + self.form.scales * self.scale.itemsize
 
+    def message_bytes(self, count: int) -> int:
+        """Return the bytes of a message of `count` entries. Raises ValueError if blocks are not complete."""
+        if count % self.block_size:
+            raise ValueError(f"{count} entries in blocks of {self.block_size}; pad them with zeros to whole blocks")
+        return MessageSize(self.name, self.block_size, self.scale.itemsize)(count)
 
-def decode_and_sum(code: BlockCode, messages: Tensor, out: Tensor) -> None:
-    """Write the sum of the decoded messages to `out`, FP32 (m,), contiguous. Rows are added in FP32, in row order.
+    def encode(self, values: Tensor, error: Tensor | None = None) -> Tensor:
+        """Encode FP32 (rows, m) as uint8 (rows, message_bytes(m)).
 
-    Messages (rows, k, bytes) have k sums, `out` (k, m).
-    """
-    count, total = len(messages), out.zero_().view(-1, code.block_size)
-    if not messages.numel():
-        return
-    packed, scales = split(code, messages.reshape(-1, messages.shape[-1]), out.shape[-1])
-    packed, scales = packed.unflatten(0, (count, -1)), scales.unflatten(0, (count, -1))
-    for part in chunks_of(total, count):
-        values = values_of(packed[:, part].flatten(0, 1), scales[:, part].flatten(0, 1), code.form)
-        add_in_order_(total[part], values.view(count, -1, code.block_size))
+        Args:
+            values: FP32 (rows, m); m is a multiple of `block_size`.
+            error: FP32 (rows, m), becomes `values` minus the decoded values; it may be `values`.
+        """
+        form, block, (rows, m) = self.form, self.block_size, values.shape
+        size, (codes_end, scales_end) = self.message_bytes(m), self._ends(m)
+        blocks, errors = values.reshape(-1, block), None if error is None else error.view(-1, block)
+        packed = torch.empty(rows * codes_end, dtype=torch.uint8, device=values.device)
+        packed = packed.view(-1, block * form.bits // 8)
+        scales = torch.empty(blocks.shape[0], form.scales, dtype=torch.float32, device=values.device)
+        for part in chunks_of(blocks):
+            scales[part] = scales_of(blocks[part], form, self.scale)
+            packed[part] = pack(codes_of(blocks[part], scales[part], form), form).view(-1, packed.shape[1])
+            if errors is not None:
+                torch.sub(blocks[part], values_of(packed[part], scales[part], form), out=errors[part])
+        messages = torch.zeros(rows, size, dtype=torch.uint8, device=values.device)
+        messages[:, :codes_end] = packed.view(rows, codes_end)
+        bits = bits_of(scales, self.scale).view(torch.uint8)
+        messages[:, codes_end:scales_end] = bits.view(rows, scales_end - codes_end)
+        return messages
 
+    def hadamard_(self, x: Tensor) -> None:
+        """Multiply each 32 entries of x, FP32, contiguous, by the Hadamard matrix H / sqrt(32), in place.
 
-def encode_mean(
-    code: BlockCode, messages: Tensor, count: int, divisor: float, error: Tensor | None, adds_error: bool
-) -> Tensor:
-    """Encode (sum of messages) / divisor, plus `error` if `adds_error`, as one message; see `BlockCode.encode_mean`."""
-    mean = torch.empty(count, dtype=torch.float32, device=messages.device)
-    decode_and_sum(code, messages, mean)
-    mean.div_(divisor_of(mean, divisor))
-    if error is not None and adds_error:
-        mean += error
-    return encode(code, mean.view(1, -1), None if error is None else error.view(1, -1))
+        Each of the five stages replaces the entries by the sums of neighbors, followed by their differences. The
+        transform is its own inverse. Raises ValueError if the number of entries is not a multiple of 32.
+        """
+        values = self.check_hadamard(x)
+        for _ in range(5):
+            even, odd = values[:, ::2], values[:, 1::2]
+            values = torch.cat((even + odd, even - odd), 1)
+        torch.mul(values, HADAMARD_SIZE**-0.5, out=x.view(-1, HADAMARD_SIZE))
+
+    def decode(self, messages: Tensor, out: Tensor) -> None:
+        """Decode uint8 (rows, message_bytes(m)) into `out`, FP32 (rows, m), contiguous."""
+        self.check(messages, out.shape[1])
+        packed, scales = self._split(messages, out.shape[1])
+        values = out.view(-1, self.block_size)
+        for part in chunks_of(values):
+            values_of(packed[part], scales[part], self.form, values[part])
+
+    def decode_and_sum(self, messages: Tensor, out: Tensor) -> None:
+        """Write the sum of the decoded messages to `out`, FP32 (m,), contiguous. Rows are added in FP32, in row order.
+
+        Messages (rows, k, bytes) have k sums, `out` (k, m).
+        """
+        self.check(messages, out.shape[-1])
+        count, total = len(messages), out.zero_().view(-1, self.block_size)
+        if not messages.numel():
+            return
+        packed, scales = self._split(messages.reshape(-1, messages.shape[-1]), out.shape[-1])
+        packed, scales = packed.unflatten(0, (count, -1)), scales.unflatten(0, (count, -1))
+        for part in chunks_of(total, count):
+            values = values_of(packed[:, part].flatten(0, 1), scales[:, part].flatten(0, 1), self.form)
+            add_in_order_(total[part], values.view(count, -1, self.block_size))
+
+    def encode_mean(
+        self, messages: Tensor, count: int, divisor: float, error: Tensor | None = None, adds_error: bool = False
+    ) -> Tensor:
+        """Sum messages as `decode_and_sum`, divide by `divisor`, and encode the result.
+
+        Args:
+            messages: uint8 (rows, message_bytes(count)).
+            count: Entries of a message.
+            divisor: Number of rows for their mean.
+            error: FP32 (count,), becomes the quantization error of the result.
+            adds_error: Add `error` to the result before it is encoded.
+
+        Returns:
+            uint8 (1, message_bytes(count)).
+        """
+        self.check(messages, count)
+        mean = torch.empty(count, dtype=torch.float32, device=messages.device)
+        self.decode_and_sum(messages, mean)
+        mean.div_(divisor_of(mean, divisor))
+        if error is not None and adds_error:
+            mean += error
+        return self.encode(mean.view(1, -1), None if error is None else error.view(1, -1))
+
+    def check(self, messages: Tensor, m: int) -> None:
+        """Raise ValueError for messages of another length; a kernel would read beyond their end."""
+        if messages.shape[-1] != self.message_bytes(m):
+            raise ValueError(
+                f"messages of {messages.shape[-1]} bytes; those of {m} entries have {self.message_bytes(m)}"
+            )
+
+    def check_hadamard(self, x: Tensor) -> Tensor:
+        """Return x as rows of the Hadamard transform."""
+        if x.numel() % HADAMARD_SIZE:
+            raise ValueError(f"{x.numel()} entries; a Hadamard transform needs a multiple of {HADAMARD_SIZE}")
+        return x.view(-1, HADAMARD_SIZE)
+
+    def _split(self, messages: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """Split messages of m entries into codes, uint8 (blocks, bytes), and scales, FP32 (blocks, scales of one)."""
+        codes_end, scales_end = self._ends(m)
+        codes = messages[:, :codes_end].contiguous().view(-1, self.block_size * self.form.bits // 8)
+        # A copy, because bytes can be viewed as scales only at a multiple of their size.
+        scales = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
+        return codes, scales.view(-1).view(self.scale).float().view(-1, self.form.scales)
+
+    def _ends(self, m: int) -> tuple[int, int]:
+        """Return (end of the codes, end of the scales) in a message, in bytes."""
+        codes_end = m * self.form.bits // 8
+        return codes_end, codes_end + m // self.block_size * self.form.scales * self.scale.itemsize
 
 
 def fill_last_block(buffer: Tensor, first: int, length: int, block: int) -> None:
@@ -105,21 +190,6 @@ def chunks_of(blocks: Tensor, copies: int = 1) -> list[slice]:
     count, block = blocks.shape
     step = max(1, CHUNK // block // max(1, copies)) if blocks.is_cpu else max(1, count)
     return [slice(first, first + step) for first in range(0, count, step)]
-
-
-def split(code: BlockCode, messages: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Split messages of m entries into codes, uint8 (blocks, bytes), and scales, FP32 (blocks, scales of a block)."""
-    codes_end, scales_end = parts(code, m)
-    codes = messages[:, :codes_end].contiguous().view(-1, code.block_size * code.form.bits // 8)
-    # A copy, because bytes can be viewed as scales only at a multiple of their size.
-    scales = messages[:, codes_end:scales_end].clone(memory_format=torch.contiguous_format)
-    return codes, scales.view(-1).view(code.scale).float().view(-1, code.form.scales)
-
-
-def parts(code: BlockCode, m: int) -> tuple[int, int]:
-    """Return (end of the codes, end of the scales) in a message, in bytes."""
-    codes_end = m * code.form.bits // 8
-    return codes_end, codes_end + m // code.block_size * code.form.scales * code.scale.itemsize
 
 
 def scales_of(blocks: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
@@ -258,18 +328,3 @@ def bits_of(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = scales.reshape(-1).view(torch.int32)
     return bits if dtype == torch.float32 else (bits >> 16).to(torch.int16)
-
-
-# -------------------------------------------------------------------------------- Hadamard transform
-
-
-def hadamard_(x: Tensor) -> None:
-    """Multiply each 32 entries of x, FP32 (n,), by the Hadamard matrix H / sqrt(32), in place.
-
-    Each of the five stages replaces the entries by the sums of neighbors, followed by their differences.
-    """
-    values = x.view(-1, HADAMARD_SIZE)
-    for _ in range(5):
-        even, odd = values[:, ::2], values[:, 1::2]
-        values = torch.cat((even + odd, even - odd), 1)
-    torch.mul(values, HADAMARD_SIZE**-0.5, out=x.view(-1, HADAMARD_SIZE))

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 # Lists of an exchange's `launching.AddressTable`.
@@ -51,9 +50,3 @@ class SentMessages:
     adds_error: bool
     errors_elsewhere: bool
     stores_errors: bool
-
-    def record_stream(self) -> None:
-        """Mark the memory as used by the current stream, which may differ from that of its allocation."""
-        for tensor in (self.messages, self.means, self.error):
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))

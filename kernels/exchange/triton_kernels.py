@@ -18,7 +18,7 @@ methods.
 import triton
 import triton.language as tl
 
-from torchtitan_scape.kernels.codec.triton_kernels import (
+from torchtitan_scape.kernels.codec.triton_passes import (
     bits_of,
     codes_of,
     decoded_sum,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.kernels.codec.triton_passes import aligned_bytes, scale_type
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable, to_device

@@ -222,11 +222,6 @@ class OwnedSlice:
     owner: int
 
 
-def slice_by_owner(tensors: BlockLayout) -> list[OwnedSlice]:
-    """Split the sparsified tensors where the runs of the replicas end. Returns the slices in order."""
-    return [OwnedSlice(i, *tensors.owned(i, r), r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
-
-
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[OwnedSlice]:
     """Split the tensors that are not sparsified into equal shares, one per replica; the last may be shorter."""
     share = max(1, -(-sum(sizes) // (replicas * _ALIGNED)) * _ALIGNED)
@@ -258,8 +253,10 @@ class Ownership:
 
     @staticmethod
     def of(tensors: BlockLayout, dense_sizes: Sequence[int]) -> "Ownership":
-        whole = assign_owners(dense_sizes, tensors.replicas)
-        return Ownership(tensors, tuple(slice_by_owner(tensors)), tuple(whole))
+        """Split the sparsified tensors where the runs of the replicas end, and the others into equal shares."""
+        owners = [(i, r) for i in range(len(tensors.sizes)) for r in tensors.owners(i)]
+        sparse = [OwnedSlice(i, *tensors.owned(i, r), r) for i, r in owners]
+        return Ownership(tensors, tuple(sparse), tuple(assign_owners(dense_sizes, tensors.replicas)))
 
     @cached_property
     def layout(self) -> BlockLayout:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.common.offload import StateStorage
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan
-from torchtitan_scape.kernels.scape.visits import VisitRates
+from torchtitan_scape.kernels.scape.reference import VisitRates
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, PayloadLayout, PayloadPlan, ShardedUpdate
 
 
 class ScapePasses:

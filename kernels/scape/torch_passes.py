@@ -2,27 +2,20 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.common.torch_common import Flat, adams, decay_, gated, known_false
+from torchtitan_scape.kernels.dense.reference import Flat, adams, decay_, gated, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
-from torchtitan_scape.kernels.scape.visits import VisitRates
+from torchtitan_scape.kernels.scape.reference import VisitRates
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, ShardedUpdate
 
 # Blocks that are selected or encoded at a time; limits the size of temporaries.
 _ROWS = 4096
-
-
-def torch_passes(*arguments: Any, **options: Any) -> "TorchPasses":
-    """Return the passes of a step in PyTorch. Arguments are those of `ScapePasses`."""
-    return (TorchReplicated if options.get("owner") is None else TorchSharded)(*arguments, **options)
 
 
 class TorchPasses(ScapePasses):

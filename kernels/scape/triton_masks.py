@@ -24,6 +24,7 @@ from torchtitan_scape.kernels.common.triton_common import (
 )
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, entries_per_block
+from torchtitan_scape.kernels.scape.reference import VisitRates
 from torchtitan_scape.kernels.scape.triton_tiles import (
     bits_of_tile,
     block_tile,
@@ -31,7 +32,6 @@ from torchtitan_scape.kernels.scape.triton_tiles import (
     store_code,
     store_offsets,
 )
-from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Tile of `entering_kernel`: at most 255 rows, so that column sums fit into a byte. A row has 8 columns per byte, so a
 # high tile has fewer sums to add.
@@ -410,14 +410,7 @@ class InPlaceEntries:
         begin, end = self._tile_of(first), self._tile_of(first + chunk.numel() - 1)
         listed = self._tiles[begin.start : end.stop]
         self._passes.launch(
-            move_kernel,
-            self._passes.tiles,
-            listed,
-            chunk,
-            first,
-            chunk.numel(),
-            form="in place",
-            TO_CHUNK=to_chunk,
+            move_kernel, self._passes.tiles, listed, chunk, first, chunk.numel(), form="in place", TO_CHUNK=to_chunk
         )
 
     def _tile_of(self, position: int) -> range:

@@ -7,24 +7,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.launching import (
-    DeviceTable,
-    Range,
-    TileSchedule,
-    Writable,
-    addresses,
-    to_device,
-)
-from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, addresses, to_device
 from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
+from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES, set_rates
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_code
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk
+from torchtitan_scape.kernels.scape.reference import VisitRates
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadChunk, ShardedUpdate
 from torchtitan_scape.kernels.scape.triton_masks import EnteringCount, InPlaceEntries, MaskLists
-from torchtitan_scape.kernels.scape.visits import VisitRates
 
 # Entries per tile and per warp. Those of packing and updating listed entries were the fastest of five on an H200, in
 # the sum over three densities. Selection is fastest with one warp per block: its reductions synchronize warps.
@@ -35,11 +27,6 @@ SELECT_TILE, SELECT_WARP = 1024, 1024
 _ROTATED = 2048  # bytes of masks per program; more cause spills if the masks are not aligned
 _DECODED = 64  # words of a mask that one program, of one warp, decodes
 _SQUARED = 4096  # entries of the payload per program
-
-
-def triton_passes(*arguments: Any, **options: Any) -> "TritonPasses":
-    """Return the passes of a step on Triton kernels. Arguments are those of `ScapePasses`."""
-    return (TritonReplicated if options.get("owner") is None else TritonSharded)(*arguments, **options)
 
 
 class TritonPasses(ScapePasses):

@@ -41,11 +41,11 @@ from torchtitan_scape.kernels.common.triton_common import (
     rate,
     spread_units,
 )
-from torchtitan_scape.kernels.scape import visits
+from torchtitan_scape.kernels.scape import reference
 
-MIN_VISIT_RATE = tl.constexpr(visits.MIN_VISIT_RATE)
-MAX_STALENESS = tl.constexpr(visits.MAX_STALENESS)
-KEPT_MOMENT = tl.constexpr(visits.KEPT_MOMENT)
+MIN_VISIT_RATE = tl.constexpr(reference.MIN_VISIT_RATE)
+MAX_STALENESS = tl.constexpr(reference.MAX_STALENESS)
+KEPT_MOMENT = tl.constexpr(reference.KEPT_MOMENT)
 
 
 @triton.jit

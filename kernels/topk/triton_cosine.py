@@ -1,4 +1,4 @@
-"""DeMo's passes as Triton kernels; specified by `cosine.TorchCosine`. One program transforms one tile.
+"""DeMo's passes as Triton kernels; specified by `reference.TorchCosine`. One program transforms one tile.
 
 The products are FP32 in another order than PyTorch's, so that results are close but not bitwise equal: of two
 components that are equal up to rounding, either may be selected. A matrix product adds one outer product after the
@@ -19,11 +19,11 @@ from torchtitan_scape.kernels.scape.blocks import offset_code
 from torchtitan_scape.kernels.scape.triton_tiles import select_in_blocks
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.kernels.topk.reference import Basis, bases
-from torchtitan_scape.kernels.topk.triton_kernels import store_selected
-from torchtitan_scape.kernels.topk.triton_tiles import (
+from torchtitan_scape.kernels.topk.triton_passes import (
     Form,
     TiledTensors,
     power,
+    store_selected,
     tensor_at,
     tile_starts,
     tiles_of,
@@ -140,7 +140,7 @@ def fits(grid: BlockGrid) -> bool:
 
 
 class TritonCosine:
-    """The passes of `cosine.TorchCosine`, one launch for each form of tiles."""
+    """The passes of `reference.TorchCosine`, one launch for each form of tiles."""
 
     def __init__(self, layout: MessageLayout, device: torch.device) -> None:
         self._tiled, self._bases = TiledTensors(layout), bases(layout.grids, device)

@@ -32,23 +32,22 @@ from torchtitan_scape.kernels.backends import (
     exchange_passes,
     masked_payload,
     outer_step,
+    scape_passes,
     tagc_passes,
     topk_passes,
 )
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.dense.triton_passes import Norms, Scaling, TritonMuon, TritonUpdate
 from torchtitan_scape.kernels.exchange import layout
 from torchtitan_scape.kernels.exchange.layout import LISTS, BlockSlice
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan, ShardedUpdate
 from torchtitan_scape.kernels.scape.triton_masks import InPlaceEntries
-from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
-from torchtitan_scape.methods.topk.messages import TopkMessages
+from torchtitan_scape.methods.topk.method import TopkMessages
 
 PACKAGES = ("codec", "dense", "exchange", "scape", "tagc", "topk")
 TARGETS = {"cuda:90": GPUTarget("cuda", 90, 32), "hip:gfx90a": GPUTarget("hip", "gfx90a", 64)}
@@ -209,7 +208,7 @@ def _scape_step(
     layout = BlockLayout((16 * block, 16 * block + 8), block, 2)
     owner = ShardedUpdate(Ownership.of(layout, whole), 0, cpu, scaled) if sharded else None
     plan = PayloadPlan("block", density, 0, keeps_code_error=keeps_code_error)
-    passes = triton_passes(layout, whole, plan, cpu, owner=owner, writes=writes, columns=columns)
+    passes = scape_passes("triton", layout, whole, plan, cpu, owner=owner, writes=writes, columns=columns)
     parameters, gradients = ([torch.zeros(n, dtype=dtype) for n in (*layout.sizes, *whole)] for _ in range(2))
     used, previous = (
         Mask(torch.zeros(passes.layout.mask_bytes(), dtype=torch.uint8), d) for d in (in_use or density, density)

@@ -31,7 +31,7 @@ from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology import partition
 from torchtitan_scape.topology.collectives import OneReplica

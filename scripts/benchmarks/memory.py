@@ -31,9 +31,8 @@ from torchtitan_scape.core.parameters import hold_in_bfloat16
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
 from torchtitan_scape.kernels.common import offload
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import block_layout, payload_entries
+from torchtitan_scape.methods.options import DenseOptions
+from torchtitan_scape.methods.scape.options import ScapeOptions, block_layout, payload_entries
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.torch_version import fsdp_parameter_group
 

@@ -17,8 +17,7 @@ import torch
 from scripts.benchmarks.step_operators import META, OPTIONS, StepCounter, count_step
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.workloads import LocalModel, get_workload
-from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.methods.recorded import STORED, StepRecording
+from torchtitan_scape.methods.options import STORED, MethodOptions, StepRecording
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.topology.traffic import LevelSize, entries_in_flight

@@ -26,9 +26,9 @@ from torchtitan_scape import AdamS, Muon
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, layer_of, local_shapes
 from torchtitan_scape.kernels.backends import norms
-from torchtitan_scape.methods.base import clip_factor
+from torchtitan_scape.methods.interface import clip_factor
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.adamw_pass import AdamWPass
+from torchtitan_scape.optimizers.pytorch import AdamWPass
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.topology.collectives import OneReplica
 

@@ -13,8 +13,7 @@ from scripts.study.grid import as_arguments
 from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape.blocks import density_at
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import share_of_dense
+from torchtitan_scape.methods.options import DenseOptions, share_of_dense
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner.run import PlannedRun

@@ -23,7 +23,7 @@ from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.imported import for_moment
 from torchtitan_scape.methods.quantized_update.bases import MatrixBasis
 from torchtitan_scape.methods.quantized_update.options import BASIS_LAYOUT
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica.replicate import replicate
 
 

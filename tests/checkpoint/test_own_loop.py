@@ -456,7 +456,7 @@ def options_with_a_budget(folder: str) -> tuple[Any, Any]:
 
 def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
     from torchtitan_scape import replicate
-    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.elementwise import AdamS
 
     return replicate(model, AdamS(model.parameters(), lr=1e-2), section, dist.group.WORLD)
 

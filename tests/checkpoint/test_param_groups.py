@@ -18,7 +18,7 @@ from tests.pool import Pool
 from torchtitan_scape.checkpoint.state import group_values, restore_groups
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 
 STEPS = 3  # before and after the resume
 

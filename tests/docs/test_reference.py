@@ -12,8 +12,7 @@ import pytest
 from tests.docs.pages import blocks, read
 from torchtitan_scape.config.reference import page, sections
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions, share_of_dense
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions, share_of_dense
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun

@@ -33,7 +33,7 @@ from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.parameters import hold_in_bfloat16
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
@@ -111,7 +111,7 @@ def test_block_codes_equal_the_reference(name: str, block: int, scale: torch.dty
     """Bitwise, compared with the reference on the GPU and on the CPU."""
     check_follows(name, block, scale, 3, BLOCKS, DEVICE)
     x = rows_of(2, 26, block, "cpu")
-    twin, kernel = BlockCode(name, block, scale), BlockCode(name, block, scale, "triton")
+    twin, kernel = (block_code(backend, name, block, scale) for backend in ("torch", "triton"))
     assert torch.equal(twin.encode(x), kernel.encode(x.to(DEVICE)).cpu())
 
 

@@ -6,6 +6,7 @@ the exact value within a bound on the rounding errors of its operations.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,17 +14,16 @@ import torch
 from torch import Tensor
 
 from scripts.scape_passes import pack_all, squares_all, update_all
-from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.backends import scape_passes
+from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
-from torchtitan_scape.kernels.scape.torch_passes import torch_passes
-from torchtitan_scape.kernels.scape.triton_passes import triton_passes
-from torchtitan_scape.kernels.scape.visits import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
+from torchtitan_scape.kernels.scape.reference import KEPT_MOMENT, MAX_STALENESS, MIN_VISIT_RATE
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan, ShardedUpdate
 
 Make = Callable[..., ScapePasses]
+torch_passes, triton_passes = partial(scape_passes, "torch"), partial(scape_passes, "triton")
 ULP = 2.0**-22  # error bound of a division on a GPU, two units in the last place; more than four roundings to nearest
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.checks import ULP, Case
-from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.dense.reference import UPDATES, TorchMuon, TorchUpdate, finite, norms
+from torchtitan_scape.kernels.dense.reference import RULES as TORCH_RULES
+from torchtitan_scape.kernels.dense.reference import Rates, TorchMuon, TorchUpdate, finite, norms
 
-RULES = [*UPDATES]
+RULES = [*TORCH_RULES]
 
 
 def rates_of(tensors: int) -> list[Rates]:

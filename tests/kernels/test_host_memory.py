@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_scape.kernels.common import host_memory
-from torchtitan_scape.kernels.common.host_memory import _free_in_cgroups, host_tensors, register
+from torchtitan_scape.kernels.common import offload
+from torchtitan_scape.kernels.common.offload import _free_in_cgroups, host_tensors, register
 
 
 class Runtime:
@@ -50,7 +50,7 @@ def test_host_memory_is_registered_at_its_exact_size(monkeypatch: pytest.MonkeyP
 def test_memory_that_cannot_be_registered_stays_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
     cleared: list[Any] = []
-    monkeypatch.setattr(host_memory.torch, "ones", lambda *_, **options: cleared.append(options["device"]))
+    monkeypatch.setattr(offload.torch, "ones", lambda *_, **options: cleared.append(options["device"]))
     with pytest.warns(UserWarning, match=r"0\.00 GB of host memory cannot be pinned \(CUDA error 2\).*ulimit -l"):
         (values,) = host_tensors([(5,)], torch.device("cuda"), nn.Module())
     assert values.tolist() == [0.0] * 5 and cleared == ["cuda"]

@@ -24,20 +24,20 @@ from scripts.scape_passes import pack_all, squares_all, update_all
 from tests import server
 from tests.marks import slow
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.kernels.backends import choose_backend
-from torchtitan_scape.kernels.codec import triton_kernels as codec_kernels
+from torchtitan_scape.kernels.backends import choose_backend, scape_passes
+from torchtitan_scape.kernels.codec import triton_passes as codec_kernels
 from torchtitan_scape.kernels.common import launching
-from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.kernels.dense import triton_kernels as dense_kernels
+from torchtitan_scape.kernels.dense import triton_passes as dense_kernels
+from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
 from torchtitan_scape.kernels.exchange import triton_masked
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, density_at
 from torchtitan_scape.kernels.scape.step import PassInputs, PayloadLayout, PayloadPlan
-from torchtitan_scape.kernels.scape.triton_passes import TritonReplicated, triton_passes
-from torchtitan_scape.kernels.tagc import triton_kernels as tagc_kernels
+from torchtitan_scape.kernels.scape.triton_passes import TritonReplicated
+from torchtitan_scape.kernels.tagc import triton_passes as tagc_kernels
 from torchtitan_scape.kernels.topk import triton_cosine
-from torchtitan_scape.kernels.topk import triton_kernels as topk_kernels
+from torchtitan_scape.kernels.topk import triton_passes as topk_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,7 +161,7 @@ def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeyp
 
     monkeypatch.setattr(launching, "launch", note)
     layout = BlockLayout((8192,), 1024, 1)
-    passes = triton_passes(layout, (), PayloadPlan("block", 0.1, 0), torch.device("cpu"))
+    passes = scape_passes("triton", layout, (), PayloadPlan("block", 0.1, 0), torch.device("cpu"))
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8), in_use) for _ in range(2)]
     rates, steps = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)], torch.ones((), dtype=torch.float64)
     gradients = [shifted(8192, offset)]
@@ -179,8 +179,8 @@ def test_only_aligned_tensors_use_wide_loads(in_use: float, offset: int, monkeyp
 
 def test_large_payloads_are_covered_once() -> None:
     """With positions above 2^24, which FP32 cannot represent, and tensors without a remainder."""
-    sizes = (0, 36_000_003, 4096, 1029)
-    passes = triton_passes(BlockLayout(sizes, 1024, 1), (7, 0, 3), PayloadPlan("block", 0.6, 0), torch.device("cpu"))
+    layout, plan = BlockLayout((0, 36_000_003, 4096, 1029), 1024, 1), PayloadPlan("block", 0.6, 0)
+    passes = scape_passes("triton", layout, (7, 0, 3), plan, torch.device("cpu"))
     assert isinstance(passes, TritonReplicated)
     passes.counts = passes.payload_counts(0.6)
     passes.payload_layout = PayloadLayout.buffered(passes.counts, passes.sparsified, passes.plan)
@@ -215,7 +215,9 @@ def test_a_step_compiles_the_variants_of_the_previous_one(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(launching, "launch", note)
     layout, steps, density = BlockLayout((40_000, 8_192), 1024, 2), 12, 0.05
-    passes = triton_passes(layout, (100,), PayloadPlan("block", density, 0, chunk_multiple=8), torch.device("cpu"))
+    passes = scape_passes(
+        "triton", layout, (100,), PayloadPlan("block", density, 0, chunk_multiple=8), torch.device("cpu")
+    )
     masks = [Mask(torch.zeros(layout.mask_bytes(), dtype=torch.uint8)) for _ in range(2)]
     rates, count = [Rates(1e-3, 0.9, 0.95, 1e-8, 0.1)] * 3, torch.ones((), dtype=torch.float64)
     parameters = [torch.zeros(n) for n in (40_000, 8_192, 100)]

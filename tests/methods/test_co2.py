@@ -11,8 +11,8 @@ from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import SHAPES, far, final, flushed, flushed_alone, start, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.co2.method import Co2, staleness_gap
-from torchtitan_scape.methods.co2.options import Co2Options
+from torchtitan_scape.methods.local_options import Co2Options
+from torchtitan_scape.methods.local_updates import Co2, staleness_gap
 from torchtitan_scape.topology.traffic import LevelSize
 
 # A bound that limits some entries of the momentum and not others, see `test_equals_the_reference_algorithm`.

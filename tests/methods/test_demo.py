@@ -22,9 +22,9 @@ from torchtitan_scape.kernels.topk.layout import divisor_grid
 from torchtitan_scape.kernels.topk.reference import Basis
 from torchtitan_scape.methods.demo.method import Demo
 from torchtitan_scape.methods.demo.options import DemoOptions
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
-from torchtitan_scape.optimizers.signsgd import SignSGD
+from torchtitan_scape.methods.options import DenseOptions
+from torchtitan_scape.optimizers.elementwise import SignSGD
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.traffic import LevelSize

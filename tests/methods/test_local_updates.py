@@ -125,9 +125,8 @@ def build(
     method: str, options: dict[str, Any], simulated: int, inner: str = "AdamW", max_norm: float = MAX_NORM
 ) -> Any:
     from torchtitan_scape.methods.registry import METHODS
-    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
     from torchtitan_scape.optimizers.muon import Muon
-    from torchtitan_scape.optimizers.signsgd import SignSGD
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
     from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
     from torchtitan_scape.topology.in_process import SimulatedReplicas

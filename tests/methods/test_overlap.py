@@ -62,7 +62,7 @@ def _fail(_: Tensor) -> None:
 
 
 def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict[str, Any]:
-    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.elementwise import AdamS
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -13,10 +13,10 @@ from tests.pool import Pool
 from tests.replicas import run_replicas
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.local_options import SparselocoOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.traffic import LevelSize

@@ -8,8 +8,8 @@ from tests.methods.cases import SHAPES, STEPS, Case
 from tests.methods.steps import gradients, make, play
 from tests.replicas import run_replicas
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import StepInfo
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.tagc.options import TagcOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.topology.collectives import ReplicaCollectives

@@ -24,8 +24,7 @@ from torchtitan_scape.kernels.topk.reference import (
     write_offsets,
 )
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
-from torchtitan_scape.methods.topk.messages import TopkMessages, encode_two_bits
-from torchtitan_scape.methods.topk.method import Topk
+from torchtitan_scape.methods.topk.method import Topk, TopkMessages, encode_two_bits
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.in_process import SimulatedReplicas

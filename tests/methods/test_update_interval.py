@@ -17,7 +17,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import share_of_dense
 from torchtitan_scape.methods.quantized_update.method import QuantizedUpdate
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.sharding.matrix_cost import optimizer_flops

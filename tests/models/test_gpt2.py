@@ -152,7 +152,7 @@ def recomputed(arguments: list[str], theirs: bool = False) -> int:
     from torchtitan.distributed.activation_checkpoint import apply_ac
 
     from torchtitan_scape.config.parsing import parse
-    from torchtitan_scape.models.gpt2_parallel import SAVED, parallelize_gpt2
+    from torchtitan_scape.models.gpt2 import SAVED, parallelize_gpt2
 
     config, model = parse([*GPT2_RECIPE, *arguments]), whole_model()
     if theirs:

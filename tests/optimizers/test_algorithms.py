@@ -11,7 +11,7 @@ from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RA
 from torchtitan_scape import AdamS, SignSGD, replicate
 from torchtitan_scape.methods.quantized_update.method import ELEMENTWISE
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.algorithms import has_step_of
+from torchtitan_scape.optimizers.pytorch import has_step_of
 from torchtitan_scape.replica.checks import check_optimizer
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 

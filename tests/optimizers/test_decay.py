@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from tests.pool import Pool
 from tests.training import METHODS, train
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.registry import decay_groups
-from torchtitan_scape.optimizers.signsgd import SignSGD
 
 CASES = {name: METHODS[name] for name in ("scape", "muon", "radius")}
 CASES["sparta"] = ["--sync.method=sparta", "--optimizer.name=AdamW"]

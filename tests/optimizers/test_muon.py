@@ -21,8 +21,8 @@ from tests.methods import test_local_updates as local
 from tests.methods.test_local_updates import BETAS, DECAY, DILOCO, EPS, LR, SHAPES, far, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.local_options import DilocoOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.methods.sparta.options import SpartaOptions

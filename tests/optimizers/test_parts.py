@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.methods.owned import optimizer_of_parts
-from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.signsgd import SignSGD
+from torchtitan_scape.optimizers.pytorch import create_state
 
 KINDS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,

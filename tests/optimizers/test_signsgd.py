@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchtitan_scape.optimizers.signsgd import SignSGD
+from torchtitan_scape.optimizers.elementwise import SignSGD
 
 
 def test_steps_follow_signs_without_moments() -> None:

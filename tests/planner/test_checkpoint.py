@@ -12,8 +12,7 @@ from tests.training import EMBEDDED, LAYOUTS, METHODS, RECIPE
 from torchtitan_scape.core.text import size_text
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving, checkpoint_bytes
-from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.run import CheckpointCost, PlannedRun, Saving, checkpoint_bytes
 from torchtitan_scape.topology.machines import Links, get_machine
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scripts.common import RESULTS
 from scripts.paper_fit import fit_paper, headline, on_gh200, paper_points, paper_report
 from torchtitan_scape.core.workloads import LocalModel, get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner.least_squares import least_squares
+from torchtitan_scape.planner.measurement import least_squares
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict, predict_step
 from torchtitan_scape.topology.layout import plan_layout

@@ -9,7 +9,7 @@ import torch
 
 from tests.pool import Pool
 from torchtitan_scape.doctor import main
-from torchtitan_scape.planner.link_measurement import _tiers, fit_link, measure
+from torchtitan_scape.planner.measurement import _tiers, fit_link, measure
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import SCHEMA, Links, get_machine
 

@@ -12,8 +12,7 @@ from torchtitan_scape.core.workloads import Recomputation, get_workload
 from torchtitan_scape.models.registry import planned_recipe
 from torchtitan_scape.planner import plan
 from torchtitan_scape.planner.candidates import DENSE, best, make_request
-from torchtitan_scape.planner.numbers import workload_of_numbers
-from torchtitan_scape.planner.plan import main
+from torchtitan_scape.planner.plan import main, workload_of_numbers
 from torchtitan_scape.planner.step import Assumptions
 
 ROOT = Path(__file__).parents[2]

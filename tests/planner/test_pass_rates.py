@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.planner import pass_rates
+from torchtitan_scape.planner import step
 from torchtitan_scape.planner.candidates import _predict, make_request
-from torchtitan_scape.planner.pass_rates import for_device
 from torchtitan_scape.planner.plan import main
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.planner.step import Assumptions, Prediction
+from torchtitan_scape.planner.step import Assumptions, Prediction, for_device
 from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import Links, get_machine
 
@@ -55,7 +54,7 @@ def written(folder: Path, content: Any) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ignore the measurements of the repository."""
-    monkeypatch.setattr(pass_rates, "STORED", tmp_path / "results" / "gpu")
+    monkeypatch.setattr(step, "STORED", tmp_path / "results" / "gpu")
     return tmp_path / "results" / "gpu"
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import candidates as planner_candidates
-from torchtitan_scape.planner import pass_rates, plan
+from torchtitan_scape.planner import plan, step
 from torchtitan_scape.planner.candidates import (
     COMPARED,
     COMPRESSED,
@@ -309,7 +308,7 @@ def test_measured_links_replace_presets(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without measured times of the optimizer's passes."""
-    monkeypatch.setattr(pass_rates, "STORED", tmp_path / "none")
+    monkeypatch.setattr(step, "STORED", tmp_path / "none")
     links = {
         "schema": "topology.preflight/1",
         "memory_bandwidth": 1e12,

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from torchtitan_scape.core.workloads import WORKLOADS, LocalModel, get_workload, local_shapes
 from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize, encoded_size
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.local_options import DilocoOptions, StreamingDilocoOptions
-from torchtitan_scape.methods.options import MethodOptions, share_of_dense
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions, share_of_dense
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions, factor_entries
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.radius.options import RadiusOptions
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import block_layout, payload_entries, sector_bytes
+from torchtitan_scape.methods.scape.options import ScapeOptions, block_layout, payload_entries, sector_bytes
 from torchtitan_scape.methods.sparta.options import SpartaOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.sharding.cost import ShardPlan, flat_rows

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
 

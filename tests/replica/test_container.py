@@ -19,7 +19,7 @@ from torchtitan_scape.topology.collectives import ReplicaCollectives
 
 def whole_send_after_a_skipped_step(name: str) -> list[float]:
     """Return the residual norm before the request, after its skipped step, and after the next step."""
-    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.elementwise import AdamS
     from torchtitan_scape.replica.optimizer import ReplicaOptimizer
     from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 

@@ -11,7 +11,7 @@ from tests.pool import Pool
 from tests.replica.own_loop import OPTIONS
 from torchtitan_scape import AdamS, Muon, checkpoint_states, replicate
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.pytorch import create_state
 
 STEPS = 5
 OTHERS = ((torch.bfloat16, torch.device("meta")), (torch.float64, nullcontext()))

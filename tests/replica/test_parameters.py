@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.pool import Pool, attempts
 from tests.replica.own_loop import OPTIONS, make_model, make_optimizer, train
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica.replicate import replicate
 

@@ -8,7 +8,7 @@ import pytest
 from scripts.benchmarks.record_steps import CASES, SETTINGS, record
 from scripts.benchmarks.step_operators import StepCount, count_step, count_whole_step
 from torchtitan_scape.core.workloads import Workload, get_workload
-from torchtitan_scape.methods.recorded import STORED
+from torchtitan_scape.methods.options import STORED
 from torchtitan_scape.methods.registry import METHODS
 
 MODEL, DEEPER = (Workload("tiny", layers, 256, 4, 2, 512, 1000, 64, 64).local(1) for layers in (4, 8))

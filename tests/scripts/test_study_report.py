@@ -9,8 +9,7 @@ from scripts.study.grid import Grid
 from scripts.study.report import percent
 from scripts.study.store import Store
 from tests.scripts.study_stand_in import SMALL, Study, rows
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import share_of_dense
+from torchtitan_scape.methods.options import DenseOptions, share_of_dense
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 

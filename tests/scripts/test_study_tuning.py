@@ -14,7 +14,7 @@ from scripts.study.grid import GRIDS, Grid, RunSpec, defaults
 from scripts.study.queue import Queue
 from scripts.study.store import Store
 from tests.scripts.study_stand_in import MODEL
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 

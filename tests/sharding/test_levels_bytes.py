@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner.run import PlannedRun
 from torchtitan_scape.planner.step import Prediction, predict

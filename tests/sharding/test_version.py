@@ -12,7 +12,7 @@ from torchtitan_scape.methods.registry import METHODS
 
 
 def versions() -> None:
-    from torchtitan_scape.optimizers.adams import AdamS
+    from torchtitan_scape.optimizers.elementwise import AdamS
     from torchtitan_scape.replica import optimizer as container
     from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.topology.layout import Layout, plan_layout
 from torchtitan_scape.topology.machines import Level, Link, Links, Machine, get_machine
 from torchtitan_scape.topology.traffic import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from tests.pool import Pool
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.topology import collectives as endpoints
 from torchtitan_scape.topology import stages
 from torchtitan_scape.topology.collectives import ReplicaCollectives

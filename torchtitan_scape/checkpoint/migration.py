@@ -44,9 +44,9 @@ from torchtitan_scape.methods.imported import ImportedState, SavedValues, for_mo
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.owned import OTHER_SHAPES
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.initial_state import state_by_kind
 from torchtitan_scape.optimizers.matrix_choice import other_choice
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.pytorch import state_by_kind
 from torchtitan_scape.optimizers.registry import FIRST, SECOND
 from torchtitan_scape.replica.checks import raise_on_all_ranks
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_scape.core.consistency import LARGEST, check_plausible, is_plausible
 from torchtitan_scape.core.parameters import Shard, is_slice, local, plain_name
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.initial_state import create_state
+from torchtitan_scape.optimizers.pytorch import create_state
 from torchtitan_scape.optimizers.registry import FIRST
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import mean_of_rows, rows_of

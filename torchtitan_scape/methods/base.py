@@ -1,4 +1,4 @@
-"""The base classes of methods: `GradientMethod` and `ChunkedMethod` synchronize gradients, `LocalMethod` weights.
+"""The base classes of methods: `GradientMethod` and its subclasses synchronize gradients, `LocalMethod` weights.
 
 Their parts are the gradient norm, clipping, and an optimizer step that the device can skip.
 """
@@ -14,38 +14,13 @@ from torch import Tensor
 
 from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, store_gradient, stored
-from torchtitan_scape.core.tensors import PART
-from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
+from torchtitan_scape.core.tensors import PART, flat
+from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo, clip_factor
 from torchtitan_scape.methods.overlap import EarlyExchange
-from torchtitan_scape.optimizers.adamw_pass import AdamWPass
+from torchtitan_scape.optimizers.pytorch import AdamWPass
 from torchtitan_scape.topology.chunks import double_buffered
-from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import chunks_of
 from torchtitan_scape.topology.stages import Codec
-
-
-def norm_over_model(
-    shards: Sequence[Shard], norms: Sequence[Tensor] | Tensor, collectives: ReplicaCollectives, device: torch.device
-) -> Tensor:
-    """Return the norm over the whole model, FP32 (). Collective.
-
-    The result is bitwise equal on ranks with bitwise equal inputs.
-
-    Args:
-        norms: FP64 () per shard, or FP64 (n,).
-    """
-    counted = [i for i, shard in enumerate(shards) if shard.counted]
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    if counted:
-        if not isinstance(norms, Tensor) or len(counted) < len(shards):
-            norms = torch.stack([norms[i] for i in counted])
-        squares += norms.square().sum().float()
-    return collectives.sum_over_model(squares).sqrt()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor, FP32 (), that limits a norm, FP32 (), to `max_norm`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class OptimizerStep:
@@ -167,13 +142,7 @@ class GradientMethod(Method):
         if self.collectives.is_writer:
             self._observe(gradients, info)
             with phase("clip"):
-                norms = self.norms(gradients)
-                norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
-                # The norm of a sparse gradient may not show another replica's NaN.
-                context.grad_norm.copy_(torch.where(info.applied, norm, torch.nan))
-                factor = None if context.max_norm is None else clip_factor(context.grad_norm, context.max_norm)
-                if factor is not None:
-                    context.clip_factor.copy_(factor)
+                factor = self.set_norm(self.norm_over_model(self.norms(gradients)), info.applied)
             info = info._replace(applied=info.applied & context.grad_norm.isfinite())
             with phase("update"):
                 self.optimizer_step(context.shards, gradients, info.applied, factor)
@@ -214,6 +183,38 @@ class GradientMethod(Method):
             return
         for gradient, residual in zip(gradients, residuals, strict=True):
             torch.add(residual, gradient, alpha=self.context.gradient_scale, out=gradient)
+
+
+class ResidualMethod(GradientMethod):
+    """Compresses the parameters of several dimensions, or all, and keeps what it does not send of them as a residual.
+
+    Attributes:
+        sparse: Numbers of the compressed shards that are not empty.
+        uncompressed: Numbers of the other shards.
+        pending: The residuals, also of empty shards: a checkpoint needs the states of all ranks.
+        residuals: Those of `sparse`, FP32 (n,).
+    """
+
+    def __init__(self, context: MethodContext, options: Any, compresses_vectors: bool = False) -> None:
+        super().__init__(context, options)
+        compressed = [s.parameter.ndim > 1 or compresses_vectors for s in context.shards]
+        self.sparse = [i for i, s in enumerate(context.shards) if compressed[i] and s.size]
+        self.uncompressed = [i for i in range(len(context.shards)) if i not in self.sparse]
+        self.pending = ErrorFeedback.of([s for s, each in zip(context.shards, compressed, strict=True) if each])
+        self.residuals = [self.pending.tensors[context.shards[i].name].view(-1) for i in self.sparse]
+
+    def exchange_all(self, gradients: list[Tensor], info: StepInfo, decay: float = 1.0) -> list[Tensor]:
+        """Return the means of gradients plus `decay` times the residuals, which become zero. Collective."""
+        self.scale_to_mean(gradients)
+        values = flat(gradients)
+        if self.sparse:
+            torch._foreach_add_([values[i] for i in self.sparse], self.residuals, alpha=decay)
+        self.collectives.all_reduce_chunked(values)
+        self.pending.clear(info.applied)
+        return gradients
+
+    def states(self) -> list[State]:
+        return [self.pending.state()]
 
 
 class ChunkedMethod(GradientMethod, EarlyExchange):
@@ -319,7 +320,7 @@ class LocalMethod(Method):
         with phase("clip"):
             scale = context.gradient_scale
             norms = self.norms(gradients) if info.norms is None else info.norms
-            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device) * scale
+            norm = self.norm_over_model(norms) * scale
             if scale != 1.0 and (context.max_norm is None or self.observer is not None):
                 torch._foreach_mul_(gradients, scale)
                 scale = 1.0  # otherwise it is part of clipping, so that the gradients are read once

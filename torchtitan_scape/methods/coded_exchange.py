@@ -7,17 +7,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.reference import fill_last_block
+from torchtitan_scape.kernels.codec.reference import BlockCode, fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.exchange.layout import (
-    FIRST,
-    LISTS,
-    OWNER_ERROR,
-    SECOND,
-    BlockSlice,
-    SentMessages,
-)
+from torchtitan_scape.kernels.dense.reference import record_streams
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, BlockSlice, SentMessages
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.stages import Handle
 
@@ -171,7 +164,7 @@ class CodedExchange:
         if sent.messages is None:
             self._finish_in_buffer(sent, applied)
             return
-        sent.messages.record_stream()  # a hook of the backward pass may have allocated it on another stream
+        record_streams(sent.messages.messages, sent.messages.means, sent.messages.error)
         sent.chunk.passes.apply(self._table, sent.messages, applied, self._subtracts, self._factor)
 
     def _start_in_buffer(self, chunk: CodedChunk, first: Tensors, encodes: bool) -> SentChunk:
@@ -202,14 +195,14 @@ class CodedExchange:
     def _finish_in_buffer(self, sent: SentChunk, applied: Tensor) -> None:
         _, chunk, _, first, values, error, owner_error, carried_error = sent
         assert values is not None
-        for tensor in (values, error, owner_error, carried_error):
-            if tensor is not None and tensor.is_cuda:  # it may have been allocated on another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        record_streams(values, error, owner_error, carried_error)
         # With several levels, the error of a node's sum is one of the owner's errors.
         is_owners = self._subtracts and owner_error is not None and len(self._collectives.levels) > 1
         errors = None if is_owners else error
         if self._subtracts:
-            self._subtract(chunk, first, values, errors, applied)
+            shared = self._gather(chunk, first).sub_(values)
+            self._store(chunk, first, shared, applied)
+            self._store(chunk, self._lists[SECOND], shared if errors is None else shared.sub_(errors), applied)
         else:
             self._store(chunk, first, values)
             self._store(chunk, self._lists.get(SECOND, ()), errors, applied)
@@ -222,12 +215,6 @@ class CodedExchange:
     def _owned(self, values: Tensor) -> Tensor:
         """Return the part of a buffer whose mean this replica encodes."""
         return values.view(self._collectives.replicas, -1)[self._collectives.replica]
-
-    def _subtract(self, chunk: CodedChunk, first: Tensors, mean: Tensor, error: Tensor | None, applied: Tensor) -> None:
-        """Write first -= mean and second = first - error, if `applied`."""
-        shared = self._gather(chunk, first).sub_(mean)
-        self._store(chunk, first, shared, applied)
-        self._store(chunk, self._lists[SECOND], shared if error is None else shared.sub_(error), applied)
 
     def _size(self, entries: int) -> int:
         return self._collectives.padded_size(entries, self._code)

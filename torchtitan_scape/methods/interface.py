@@ -167,6 +167,11 @@ class MethodContext:
         return self.total_steps // divisor
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, FP32 (), that limits a norm, FP32 (), to `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 class Method(ABC):
     """One replica's side of a synchronization method.
 
@@ -341,6 +346,33 @@ class Method(ABC):
     def pending_square(self, state: State, name: str) -> Tensor:
         """Return the squared norm of `pending_gradient`, FP64 (), or an estimate of its mean over the replicas."""
         return sum_of_squares(self.pending_gradient(state, name))
+
+    def norm_over_model(self, norms: Sequence[Tensor] | Tensor) -> Tensor:
+        """Return the norm over the whole model, FP32 (), from those of the shards, FP64 () each or (n,). Collective.
+
+        The result is bitwise equal on ranks with bitwise equal inputs.
+        """
+        shards = self.context.shards
+        counted = [i for i, shard in enumerate(shards) if shard.counted]
+        squares = torch.zeros((), dtype=torch.float32, device=self.context.grad_norm.device)
+        if counted:
+            if not isinstance(norms, Tensor) or len(counted) < len(shards):
+                norms = torch.stack([norms[i] for i in counted])
+            squares += norms.square().sum().float()
+        return self.collectives.sum_over_model(squares).sqrt()
+
+    def set_norm(self, norm: Tensor, applied: Tensor) -> Tensor | None:
+        """Store the norm of the synchronized gradient, FP32 (), and return the factor of clipping, None without it.
+
+        Without `applied`, bool (), the norm is NaN: that of a sparse gradient may not show another replica's NaN.
+        """
+        context = self.context
+        context.grad_norm.copy_(torch.where(applied, norm, torch.nan))
+        if context.max_norm is None:
+            return None
+        factor = clip_factor(context.grad_norm, context.max_norm)
+        context.clip_factor.copy_(factor)
+        return factor
 
     def root_mean_square(self, squares: Tensor, local: bool) -> float:
         """Return the root of `mean_over_replicas` of a sum of squares."""

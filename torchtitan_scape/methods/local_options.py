@@ -4,17 +4,15 @@ A displacement is the difference between the shared anchor and the parameters of
 and SparseLoCo consist of their options, see `methods.local_updates`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.options import FREE
 from torchtitan_scape.core.workloads import LocalModel, layer_of
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.topk.options import TopkOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, scaled
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, scaled
 
 Code = Literal["float32", "int8", "int4", "e2m1", "e3m0"]
 
@@ -109,9 +107,7 @@ class LocalOptions(MethodOptions):
     def offloaded(self) -> tuple[str, ...]:
         return ("anchor",) if self.host else ()
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return the exchanges of all fragments, each weighted by its share of the steps."""
         schedule, averaging = self.schedule(), self.averaging()
         calls: list[CollectiveCall] = []
@@ -260,3 +256,47 @@ class SparselocoOptions(LocalOptions):
         return TopkOptions(
             density=self.density, selection="tile", code=self.code, decay=self.decay, divisor=self.divisor
         )
+
+
+@dataclass
+class Co2Options(LocalOptions):
+    """[sync.co2]: local steps, with an average that overlaps with the next round."""
+
+    section: ClassVar[str] = "sync.co2"
+    main_options = ("inner_steps",)
+
+    inner_steps: int = 48
+    """Local steps of a round. The exchange of a round runs during the next one"""
+
+    outer_lr: float = 1.0
+    """Constant learning rate of the outer step, which updates the shared anchor by the outer momentum"""
+
+    outer_momentum: float = 0.2
+    """Momentum of the outer step without Nesterov's correction, in [0, 1). The published code has 0 up to 16 replicas,
+    0.2 up to 32, 0.5 up to 64 and 0.6 above"""
+
+    gap_penalty: bool = True
+    """Divide a mean displacement by the staleness gap: 1 plus the norm of the last outer step relative to that of the
+    mean displacement"""
+
+    momentum_clip: float = 1.0
+    """Bound on the magnitude of every entry of the outer momentum; 0 for none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.momentum_clip >= 0.0, "momentum_clip", "it must be 0 or more, with 0 for no bound")
+
+    def schedule(self) -> FragmentSchedule:
+        return FragmentSchedule(self.inner_steps, delay=self.inner_steps, restart=True)
+
+    def averaging(self) -> MethodOptions:
+        return DenseOptions()
+
+    def stores_momentum(self) -> bool:
+        return self.gap_penalty or super().stores_momentum()
+
+    def host_link_traffic(self, model: LocalModel, replicas: int) -> tuple[float, float]:
+        """Return the mean traffic over a round: the penalty reads the momentum once more."""
+        each, mean = super().host_link_traffic(model, replicas)
+        momentum = self.host_memory(model, replicas).get("outer momentum", 0.0)
+        return each, mean + (momentum / self.inner_steps if self.gap_penalty else 0.0)

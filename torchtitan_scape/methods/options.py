@@ -3,15 +3,95 @@
 A file that defines a section must not use `from __future__ import annotations`, see `core.options`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Self
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torchtitan_scape.core.options import Options
 from torchtitan_scape.core.workloads import LocalModel
-from torchtitan_scape.methods.recorded import recorded
 from torchtitan_scape.topology.layout import Layout
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream, entries_in_flight
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, LevelSize, all_reduce_stream, entries_in_flight
+
+STORED = Path(__file__).with_name("recorded.json")
+
+
+class StepRecording(NamedTuple):
+    """What a step moves, needs and keeps.
+
+    Attributes:
+        moved: Bytes per entry of the model that the passes of a step with an exchange read and write, without the
+            optimizer's.
+        temporary: Largest bytes of temporary tensors, without complete messages of all replicas: per entry that
+            `topology.traffic.entries_in_flight` counts, or per entry of the model for methods that do not stream.
+        held: Bytes of the states per entry of the model, by kind.
+    """
+
+    moved: float = 0.0
+    temporary: float = 4.0
+    held: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class RecordedSetting:
+    """The recordings of one setting of a method.
+
+    Attributes:
+        options: Values of the options in which the settings of this method differ.
+        rows: By replicas, whether there are several link levels, and whether the exchange overlaps.
+    """
+
+    options: dict[str, Any]
+    rows: dict[tuple[int, bool, bool], StepRecording]
+
+    def distance(self, options: dict[str, Any]) -> float:
+        """Return the difference from other values: 1 for another choice, at most 0.5 for another number."""
+        return sum(_difference(value, options[key]) for key, value in self.options.items())
+
+
+def recorded(options: Any, replicas: int, several_levels: bool = False, overlap: bool = False) -> StepRecording:
+    """Return the recording of the most similar setting, interpolated over the logarithm of the replicas."""
+    settings = _settings().get(options.method_name(), ())
+    if not settings:
+        return StepRecording()
+    values = asdict(options)
+    rows = min(settings, key=lambda setting: setting.distance(values)).rows
+    kind = next(kind for kind in ((several_levels, overlap), (False, overlap), (False, False)) if _has(rows, kind))
+    points = sorted((count, row) for (count, *of_row), row in rows.items() if tuple(of_row) == kind)
+    inside = min(max(replicas, points[0][0]), points[-1][0])
+    for (least, first), (most, last) in pairwise(points):
+        if least <= inside <= most:
+            weight = math.log(most / inside) / math.log(most / least)
+            moved, temporary = (weight * a + (1 - weight) * b for a, b in zip(first[:2], last[:2], strict=True))
+            return StepRecording(moved, temporary, (first if inside == least else last).held)
+    return points[0][1]
+
+
+def _has(rows: dict[tuple[int, bool, bool], StepRecording], kind: tuple[bool, bool]) -> bool:
+    return any(tuple(of_row) == kind for _, *of_row in rows)
+
+
+def _difference(one: Any, other: Any) -> float:
+    if one == other:
+        return 0.0
+    if isinstance(one, str | bool | list) or one <= 0 or other <= 0:
+        return 1.0
+    return min(0.5, abs(math.log(one / other)) / 10)
+
+
+@functools.cache
+def _settings() -> dict[str, list[RecordedSetting]]:
+    """Return the stored settings by method."""
+    by_method: dict[str, list[RecordedSetting]] = {}
+    for setting in json.loads(STORED.read_text())["settings"] if STORED.is_file() else ():
+        rows = {(n, bool(levels), bool(early)): StepRecording(*row) for n, levels, early, *row in setting["rows"]}
+        by_method.setdefault(setting["method"], []).append(RecordedSetting(setting["options"], rows))
+    return by_method
 
 
 @dataclass
@@ -20,7 +100,7 @@ class MethodOptions(Options):
 
     The functions below `collective_calls` describe a step after warm-up, in bytes and without the optimizer
     (`optimizers/cost.py`). `model` has the names and shapes of this rank's shards. Memory traffic, temporary memory and
-    states are recorded from the step, see `methods.recorded`; a method overrides what depends on more than the number
+    states are recorded from the step, see `recorded`; a method overrides what depends on more than the number
     of entries, and `collective_calls` unless it exchanges all gradients in FP32.
 
     Class attributes:
@@ -103,9 +183,7 @@ class MethodOptions(Options):
 
     # ------------------------------------------------------------------------------------- cost of a step
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return the collectives of a step, in their order.
 
         Args:
@@ -189,3 +267,13 @@ def share_of_dense(options: MethodOptions, model: LocalModel, replicas: int) -> 
     sent = sum(stage.sent for call in options.collective_calls(model, levels) for stage in call.stages(levels))
     dense = 2.0 * (levels[0].size - 1) / levels[0].size * 4.0 * model.entries
     return sent / dense if dense else 0.0
+
+
+@dataclass
+class DenseOptions(MethodOptions):
+    """[sync.dense]: gradients in FP32, uncompressed (the baseline). It has no options."""
+
+    section: ClassVar[str] = "sync.dense"
+
+    def supports_overlap(self) -> bool:
+        return True

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan_scape.core.parameters import Shard, local, placed_like
-from torchtitan_scape.kernels.common.dry_run import in_dry_run
+from torchtitan_scape.kernels.dense.reference import in_dry_run
 from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
-from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.algorithms import has_step_of
-from torchtitan_scape.optimizers.initial_state import STEP_HOOKS, create_state, initial_value, state_by_kind
+from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.signsgd import SignSGD
+from torchtitan_scape.optimizers.pytorch import STEP_HOOKS, create_state, has_step_of, initial_value, state_by_kind
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import Slice
 

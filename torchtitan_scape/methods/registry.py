@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_scape.methods.co2.options import Co2Options
 from torchtitan_scape.methods.demo.options import DemoOptions
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.local_options import DilocoOptions, SparselocoOptions, StreamingDilocoOptions
+from torchtitan_scape.methods.local_options import Co2Options, DilocoOptions, SparselocoOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.noloco.options import NolocoOptions
 from torchtitan_scape.methods.onebit_adam.options import OnebitAdamOptions
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.methods.powersgd.options import PowersgdOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
@@ -110,7 +108,7 @@ METHODS: dict[str, MethodEntry] = {
     "streaming_diloco": MethodEntry(StreamingDilocoOptions, "local_updates.LocalUpdates"),
     "sparta": MethodEntry(SpartaOptions, "sparta.method.Sparta", supports_pipeline=True),
     "sparseloco": MethodEntry(SparselocoOptions, "local_updates.LocalUpdates"),
-    "co2": MethodEntry(Co2Options, "co2.method.Co2"),
+    "co2": MethodEntry(Co2Options, "local_updates.Co2"),
     "noloco": MethodEntry(NolocoOptions, "noloco.method.Noloco"),
 }
 

@@ -4,14 +4,12 @@ A block is a contiguous range of rows or columns that Muon orthogonalizes by its
 """
 
 import logging
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 
 from torchtitan_scape.core.hidden_matrices import is_hidden_matrix, is_unknown_stack
@@ -124,32 +122,6 @@ class MatrixBlocks:
     def whole(cls, shard: Shard) -> "MatrixBlocks":
         rows, columns = shard.whole_shape[-2:]
         return cls((rows, columns), (rows,))
-
-    def parts(self, local: Tensor, first_row: int = 0) -> Iterator[tuple[Tensor, float]]:
-        """Yield views of the blocks, and the scales that give their updates a root mean square of 0.2 at a learning
-        rate of 1: 0.2 sqrt(max(rows, columns)) of the block.
-
-        Args:
-            local: (n, b), rows of the matrix from `first_row` on, which may be a part of a block; or a stack.
-        """
-        if len(self.sizes) == 1:
-            yield local, _step_scale(self.shape)
-            return
-        first, end, begin = (first_row if self.dim == ROWS else 0), 0, 0
-        for size in self.sizes:
-            begin, end = end, end + size
-            low, high = max(begin, first), min(end, first + local.shape[self.dim])
-            shape = (size, self.shape[1]) if self.dim == ROWS else (self.shape[0], size)
-            if low < high:
-                yield local.narrow(self.dim, low - first, high - low), _step_scale(shape)
-
-    def whole_parts(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Return views of the blocks of a whole matrix or stack."""
-        return [matrix] if len(self.sizes) == 1 else torch.split(matrix, self.sizes, self.dim)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _step_scale(shape: Sequence[int]) -> float:
-    return 0.2 * math.sqrt(max(shape))
 
 
 def blocks_of(hidden: Sequence[Shard], split: MatrixSplit | None) -> dict[int, MatrixBlocks]:

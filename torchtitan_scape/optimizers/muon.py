@@ -4,6 +4,7 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 step size is that of Liu et al., "Muon is Scalable for LLM Training" (2025), arXiv:2502.16982.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,9 @@ from torchtitan_scape.core.parameters import (
 from torchtitan_scape.core.tensors import add_to_each_
 from torchtitan_scape.kernels.backends import choose_backend, muon_passes
 from torchtitan_scape.kernels.codec.formats import ALIGNED_BYTES
-from torchtitan_scape.optimizers.adamw_pass import AdamWPass
 from torchtitan_scape.optimizers.cost import ITERATIONS
 from torchtitan_scape.optimizers.matrix_choice import (
+    ROWS,
     MatrixChoice,
     MatrixSplit,
     blocks_of,
@@ -41,6 +42,7 @@ from torchtitan_scape.optimizers.matrix_choice import (
     report_choice,
     unreported,
 )
+from torchtitan_scape.optimizers.pytorch import AdamWPass
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan et al.
 _BATCH_ENTRIES = 1 << 26  # whose directions exist at once, 2 bytes each
@@ -258,18 +260,31 @@ class Muon(Optimizer):
         return directions
 
     def parts(self, shard: Shard, local_values: Tensor) -> Iterator[tuple[Tensor, float]]:
-        """Yield views of this rank's values of the blocks of a matrix, and the factor of their steps.
+        """Yield views of this rank's values of the blocks of a matrix, (n, b), or of a stack, and the scales of steps.
 
-        A step moves a block by learning rate times factor times the orthogonalized block.
+        A step moves a block by learning rate times scale times the orthogonalized block. The scales give updates a root
+        mean square of 0.2 at a learning rate of 1: 0.2 sqrt(max(rows, columns)) of the block.
         """
-        first_row = self._exchange.first_row(shard.parameter.shape[0]) if shard.parameter.ndim == 2 else 0
-        return self._blocks[id(shard.parameter)].parts(local_values, first_row)
+        blocks, first, end = self._blocks[id(shard.parameter)], 0, 0
+        if len(blocks.sizes) == 1:
+            yield local_values, 0.2 * math.sqrt(max(blocks.shape))
+            return
+        if blocks.dim == ROWS and shard.parameter.ndim == 2:  # this rank may have a part of a block
+            first = self._exchange.first_row(shard.parameter.shape[0])
+        for size in blocks.sizes:
+            begin, end = end, end + size
+            low, high = max(begin, first), min(end, first + local_values.shape[blocks.dim])
+            longest = max(size, blocks.shape[1] if blocks.dim == ROWS else blocks.shape[0])
+            if low < high:
+                yield local_values.narrow(blocks.dim, low - first, high - low), 0.2 * math.sqrt(longest)
 
     def _orthogonalized(self, shard: Shard, matrix: Tensor) -> Tensor:
         """Return a whole matrix, or whole matrices of a stack, with orthogonalized blocks."""
         blocks = self._blocks[id(shard.parameter)]
-        parts = [orthogonalized(part) for part in blocks.whole_parts(matrix)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, blocks.dim)
+        if len(blocks.sizes) == 1:
+            return orthogonalized(matrix)
+        parts: Sequence[Tensor] = torch.split(matrix, blocks.sizes, blocks.dim)  # type: ignore[no-untyped-call]
+        return torch.cat([orthogonalized(part) for part in parts], blocks.dim)
 
     def _batches(self) -> Iterator[list[Shard]]:
         """Yield the parameters with gradients in parts, whose directions exist at once: matrices, then stacks."""

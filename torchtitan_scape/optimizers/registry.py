@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.layout import Layout
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"

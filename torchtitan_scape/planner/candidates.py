@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_scape.core.workloads import Workload, get_workload
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.local_options import DilocoOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions

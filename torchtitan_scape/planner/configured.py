@@ -4,8 +4,7 @@ from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.candidates import Candidate, PlanRequest
-from torchtitan_scape.planner.checkpoint import Saving
-from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.run import PlannedRun, Saving
 from torchtitan_scape.planner.step import predict
 from torchtitan_scape.sharding.cost import FlatRow, LevelsPlan, ShardPlan, flat_rows
 from torchtitan_scape.topology.layout import Layout, plan_layout

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan_scape.core.parameters import Shard, copies_key, local, stored
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.algorithms import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.pytorch import difference_from_adamw, has_step_of
 from torchtitan_scape.optimizers.registry import OPTIMIZERS
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import gather_lists

@@ -16,7 +16,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.method import ScapeMethod
 from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.optimizers.adams import AdamS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica.checks import ONE_OPTIMIZER, LoopChecks, refuse_wrappers
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.simulation import Named

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchtitan_scape.core.parameters import Shard, collect_shards, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
-from torchtitan_scape.optimizers.initial_state import create_state, state_by_kind
 from torchtitan_scape.optimizers.matrix_choice import unreported
+from torchtitan_scape.optimizers.pytorch import create_state, state_by_kind
 from torchtitan_scape.replica.checks import ONE_OPTIMIZER
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.core.text import seconds_text
-from torchtitan_scape.methods.dense.options import DenseOptions
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.models.registry import workload_of
 from torchtitan_scape.planner.configured import method_of, shard_axis_of
 from torchtitan_scape.planner.run import PlannedRun

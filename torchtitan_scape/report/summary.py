@@ -15,9 +15,8 @@ from torchtitan_scape.config.resolved import FILE
 from torchtitan_scape.core.files import write_whole
 from torchtitan_scape.core.text import sent_text, shards_text, size_text
 from torchtitan_scape.models.registry import workload_of
-from torchtitan_scape.planner.checkpoint import CheckpointCost, Saving, checkpoint_bytes
 from torchtitan_scape.planner.configured import shard_axis_of
-from torchtitan_scape.planner.run import PlannedRun
+from torchtitan_scape.planner.run import CheckpointCost, PlannedRun, Saving, checkpoint_bytes
 from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.memory import MemoryReport

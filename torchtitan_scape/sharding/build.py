@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.sharding.base import (
     CollectiveHook,
     CountedAllGather,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.sharding.base import (
     UPDATE,
     CollectiveHook,

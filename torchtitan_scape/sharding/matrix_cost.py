@@ -4,8 +4,7 @@ from collections import defaultdict
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import padded_bytes
-from torchtitan_scape.methods.dense.options import DenseOptions
-from torchtitan_scape.methods.options import MethodOptions
+from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.sharding.cost import exchange_stages
 from torchtitan_scape.topology.layout import Layout

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import padded_bytes
+from torchtitan_scape.kernels.codec.reference import BlockCode
 from torchtitan_scape.sharding.base import (
     GRADIENTS,
     WEIGHTS,

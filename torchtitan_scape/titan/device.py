@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchtitan_scape.core.command import install_command
-from torchtitan_scape.kernels.common.host_memory import free_host_memory
+from torchtitan_scape.kernels.common.offload import free_host_memory
 from torchtitan_scape.titan.patches import device_lookup
 
 

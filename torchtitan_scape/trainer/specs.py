@@ -12,8 +12,7 @@ import torch.nn as nn
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data.datasets import build_dataloader
 from torchtitan_scape.data.read_ahead import ReadAheadLoader
-from torchtitan_scape.models.gpt2 import GPT2StateDictAdapter
-from torchtitan_scape.models.gpt2_parallel import parallelize_gpt2
+from torchtitan_scape.models.gpt2 import GPT2StateDictAdapter, parallelize_gpt2
 from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args, stage_modules
 from torchtitan_scape.titan.components import LossFunction, build_cross_entropy_loss
 from torchtitan_scape.titan.distributed import ParallelDims

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.backends import block_code
 
 NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 
@@ -58,7 +58,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: int, device: str = "cpu") -> None:
     """Compare encoding with and without errors, decoding and summing, also of misaligned messages."""
-    twin, kernel = (BlockCode(name, block, scale, backend) for backend in ("torch", "triton"))
+    twin, kernel = (block_code(backend, name, block, scale) for backend in ("torch", "triton"))
     x = rows_of(rows, blocks, block, device)
     errors = [torch.full_like(x, NAN), x.clone()]
     messages = twin.encode(x, errors[0])
@@ -86,7 +86,7 @@ def check_follows(name: str, block: int, scale: torch.dtype, rows: int, blocks: 
 
 def check_sums_and_hadamard_follow(name: str, block: int, rows: int, blocks: int, device: str = "cpu") -> None:
     """Compare several sums at once, and the Hadamard transform."""
-    twin, kernel = (BlockCode(name, block, torch.float32, backend) for backend in ("torch", "triton"))
+    twin, kernel = (block_code(backend, name, block, torch.float32) for backend in ("torch", "triton"))
     x = rows_of(rows, blocks, block, device)
     messages = twin.encode(x)
     sums = [torch.full((2, blocks * block), NAN, device=device) for _ in range(2)]

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.codec.checks import INF, LARGEST, NAN, blocks_of, ordinary, rows_of, same
-from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.kernels.codec.codes import BlockCode
 from torchtitan_scape.kernels.codec.formats import FORMATS, MessageSize
-from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT
+from torchtitan_scape.kernels.codec.reference import MIN_SCALE, SPLIT, BlockCode
 
 SCALES = [torch.bfloat16, torch.float32]
 LEVELS = [name for name, form in FORMATS.items() if form.largest is not None]
@@ -231,13 +229,12 @@ def test_messages_have_the_stated_size(name: str, scale: torch.dtype) -> None:
         (dict(name="int3"), "there is no block code 'int3'; known are int8, int4, e2m1, e3m0, 2bit, 1bit"),
         (dict(block=48), "blocks of 48 entries; they must have a power of two of them, from 32 to 1024"),
         (dict(scale=torch.float16), r"scales in torch\.float16; they must be torch\.float32 or torch\.bfloat16"),
-        (dict(backend="cuda"), "there is no backend 'cuda'; a block code has 'torch', 'triton'"),
     ],
 )
 def test_unknown_codes_are_refused(arguments: dict[str, object], message: str) -> None:
-    options: dict[str, object] = {"name": "int4", "backend": "torch", **arguments}
+    options: dict[str, object] = {"name": "int4", **arguments}
     with pytest.raises(ValueError, match=message):
-        block_code(options.pop("backend"), **options)  # type: ignore[arg-type]
+        BlockCode(**options)  # type: ignore[arg-type]
 
 
 def test_wrong_sizes_are_refused() -> None:

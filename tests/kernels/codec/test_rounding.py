@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.codec.checks import NAN
-from torchtitan_scape.kernels.codec.codes import BlockCode
+from torchtitan_scape.kernels.codec.reference import BlockCode
 
 
 def test_the_transform_is_hadamard_and_its_own_inverse() -> None:

@@ -17,10 +17,8 @@ from tests.kernels.codec.checks import same
 from tests.kernels.exchange_checks import adam, local, quantized, quantized_update, radius, sparta
 from tests.marks import slow
 from tests.methods import test_replaced_storage
-from torchtitan_scape.methods.co2.method import Co2
-from torchtitan_scape.methods.co2.options import Co2Options
-from torchtitan_scape.methods.local_options import DilocoOptions, LocalOptions, StreamingDilocoOptions
-from torchtitan_scape.methods.local_updates import LocalUpdates
+from torchtitan_scape.methods.local_options import Co2Options, DilocoOptions, LocalOptions, StreamingDilocoOptions
+from torchtitan_scape.methods.local_updates import Co2, LocalUpdates
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.stages import Handle
 

@@ -22,12 +22,12 @@ from tests.kernels.checks import (
     check_skipped,
     check_step,
     check_written,
+    torch_passes,
+    triton_passes,
     used,
 )
 from tests.kernels.dense_checks import RULES, check_muon, check_norms, check_update
 from tests.marks import ALL_EXAMPLES, covering, slow
-from torchtitan_scape.kernels.scape.torch_passes import torch_passes
-from torchtitan_scape.kernels.scape.triton_passes import triton_passes
 
 # Ties are common; including signed zeros, denormals, infinities and the largest number.
 VALUES = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-42, -1e-42, 3.4e38, 0.5, float("inf"), float("-inf"))

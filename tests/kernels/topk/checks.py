@@ -8,7 +8,7 @@ from torchtitan_scape.kernels.backends import cosine_passes, topk_passes
 from torchtitan_scape.kernels.topk import triton_passes
 from torchtitan_scape.kernels.topk.layout import BlockGrid, MessageLayout
 from torchtitan_scape.kernels.topk.reference import TorchTopk
-from torchtitan_scape.methods.topk.messages import TopkMessages
+from torchtitan_scape.methods.topk.method import TopkMessages
 
 # Grid and k: complete blocks and a short last one, tiles with padding on both sides, a message with offsets of whole
 # low bits, a block with fewer entries than k, and DeMo's tiles.

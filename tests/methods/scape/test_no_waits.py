@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.on_a_gpu import AsOnAGpu, waits_here
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
+from torchtitan_scape.kernels.scape.step import ShardedUpdate
 from torchtitan_scape.replica.guard import FiniteGuard
 
 CASES: list[tuple[int, dict[str, Any]]] = [

@@ -222,7 +222,7 @@ def test_a_failed_step_leaves_no_pending_copies() -> None:
 
 
 def test_too_little_host_memory_is_refused() -> None:
-    with patch("torchtitan_scape.kernels.common.host_memory.free_host_memory", lambda: 1000):
+    with patch("torchtitan_scape.kernels.common.offload.free_host_memory", lambda: 1000):
         for options in ({}, {"update": "sharded"}):
             with pytest.raises(ValueError, match=r"offload needs .* GB of host memory for this rank, and 0.00 GB are"):
                 make_scape(Model().named_parameters(), lr=0.1, offload=["state"], **options)  # type: ignore[arg-type]
@@ -289,7 +289,7 @@ def test_a_small_scale_is_moved_into_the_stored_numbers() -> None:
         return history, optimizer.method.passes.owner.scales  # type: ignore[union-attr]
 
     (folded, scales), _ = run_replicas(2, work)
-    with patch("torchtitan_scape.kernels.scape.sharded.MIN_WEIGHT_SCALE", 0.0):
+    with patch("torchtitan_scape.kernels.scape.step.MIN_WEIGHT_SCALE", 0.0):
         (plain, small), _ = run_replicas(2, work)
     assert float(small.max()) == pytest.approx(0.6**29) and float(scales.min()) > 2.0**-17
     for a, b in zip(folded, plain, strict=True):

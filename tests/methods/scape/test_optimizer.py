@@ -246,7 +246,7 @@ def test_construction_broadcasts_the_weights_of_replica_0() -> None:
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_a_single_replica_does_not_encode(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends nothing, so that there is no quantization error and no memory for it."""
-    monkeypatch.setattr("torchtitan_scape.kernels.codec.codes.BlockCode.encode", None)
+    monkeypatch.setattr("torchtitan_scape.kernels.codec.reference.BlockCode.encode", None)
     options: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 3, "update": update}
     seen: list[Scape] = []
     coded = train(None, 6, probe=lambda o, step: seen.append(o), code="int4", **options)

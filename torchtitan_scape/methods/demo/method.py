@@ -6,16 +6,15 @@ Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024), arXiv:2
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import cosine_passes
 from torchtitan_scape.kernels.topk.layout import MessageLayout, divisor_grid
-from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.base import ResidualMethod
 from torchtitan_scape.methods.demo.options import DemoOptions
-from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
-from torchtitan_scape.methods.topk.messages import TopkMessages
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.methods.topk.method import TopkMessages
 
 
-class Demo(GradientMethod):
+class Demo(ResidualMethod):
     """One step (the paper's Algorithm 1, without the learning rate in the momentum, since sign descent ignores scale):
 
     1. m = beta m + gradient. C is the orthonormal two-dimensional DCT-II of each tile of m.
@@ -30,28 +29,20 @@ class Demo(GradientMethod):
     """
 
     def __init__(self, context: MethodContext, options: DemoOptions) -> None:
-        super().__init__(context, options)
-        self._non_empty = [i for i, shard in enumerate(context.shards) if shard.size]
-        self._grids = [divisor_grid(tuple(context.shards[i].local_shape), options.chunk) for i in self._non_empty]
+        super().__init__(context, options, compresses_vectors=True)  # the momenta are the residuals
+        self._grids = [divisor_grid(tuple(context.shards[i].local_shape), options.chunk) for i in self.sparse]
         selected = [min(options.k, grid.size) for grid in self._grids]
         self._device = context.shards[0].device
         layout = MessageLayout(self._grids, selected, options.message_code)
         self._passes = cosine_passes(self.backend, layout, self._device)
         self._messages = TopkMessages(layout, self.backend)
-        self._pending = ErrorFeedback.of(context.shards)
-        self._momenta = [self._pending.tensors[context.shards[i].name] for i in self._non_empty]
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
-        non_empty, beta = [gradients[i] for i in self._non_empty], self.options.beta
+        non_empty, beta = [gradients[i] for i in self.sparse], self.options.beta
         if self.take_full_exchange_request() or not non_empty:
-            self.scale_to_mean(gradients)
-            if non_empty:
-                torch._foreach_add_(flat(non_empty), flat(self._momenta), alpha=beta)
-            self.collectives.all_reduce_chunked(flat(gradients))
-            self._pending.clear(info.applied)
-            return gradients
+            return self.exchange_all(gradients, info, beta)
         message, values = self._messages.allocate(self._device)
-        self._passes.select(self._momenta, non_empty, beta, self.context.gradient_scale, info.applied, message, values)
+        self._passes.select(self.residuals, non_empty, beta, self.context.gradient_scale, info.applied, message, values)
         if self._messages.layout.code != "float32":
             self._messages.encode(message, values)
         received = torch.empty(self.collectives.replicas * message.numel(), dtype=torch.uint8, device=self._device)
@@ -61,9 +52,6 @@ class Demo(GradientMethod):
         self.collectives.write_once(non_empty, lambda means: mean_(means, received, over_senders=True))
         self._passes.inverse_(non_empty)
         return gradients
-
-    def states(self) -> list[State]:
-        return [self._pending.state()]
 
     def density(self) -> float:
         return sum(self._messages.layout.counts) / max(1, sum(shard.size for shard in self.context.shards))

@@ -1,14 +1,13 @@
 """Options of DeMo."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.topk.layout import MessageLayout, divisor_grid
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels
 
 
 @dataclass
@@ -46,9 +45,7 @@ class DemoOptions(MethodOptions):
         code = "" if self.message_code == "float32" else f" {self.message_code}"
         return f"{self.method_name()} {self.k:g}{code}"
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return one all-gather of components and offsets of every tile."""
         grids = [divisor_grid(shape, self.chunk) for shape in model.shapes if math.prod(shape)]
         if not grids:

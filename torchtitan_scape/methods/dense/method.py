@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_scape.kernels.dense.reference import record_streams
 from torchtitan_scape.methods.base import ChunkedMethod
-from torchtitan_scape.methods.dense.options import DenseOptions
 from torchtitan_scape.methods.interface import MethodContext
+from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.topology.chunks import in_place
 from torchtitan_scape.topology.partition import Chunk, whole_chunks
 from torchtitan_scape.topology.stages import Handle, divide_
@@ -83,8 +84,8 @@ class Dense(ChunkedMethod):
             if not self._averages and self._divisor != 1.0:
                 torch._foreach_div_(sent.gradients, self._divisor)
             return
-        if sent.views and sent.values.is_cuda:  # a hook of the backward pass may have allocated it on another stream
-            sent.values.record_stream(torch.cuda.current_stream(sent.values.device))
+        if sent.views:
+            record_streams(sent.values)
         divide_(sent.values, self._divisor)
         if sent.views:
             torch._foreach_copy_(sent.parts, sent.views)

@@ -58,7 +58,8 @@ class Noloco(LocalMethod):
         if full:
             self._exchange_with_all()
         else:
-            self._exchange_with_partner(round_number)
+            step = _OuterStep(self.options, self._flat(self._slow), self._parameters(), self._flat(self._momenta))
+            self.collectives.pair_mean_chunked(step, round_number)
 
     def states(self) -> list[State]:
         states = [State("slow_weights", self._slow, per_replica=True, on_migration="model")]
@@ -79,10 +80,6 @@ class Noloco(LocalMethod):
 
     def _parameters(self) -> list[Tensor]:
         return [stored(shard.parameter).detach().view(-1) for shard in self.context.shards]
-
-    def _exchange_with_partner(self, draw: int) -> None:
-        step = _OuterStep(self.options, self._flat(self._slow), self._parameters(), self._flat(self._momenta))
-        self.collectives.pair_mean_chunked(step, draw)
 
     def _exchange_with_all(self) -> None:
         """Run the outer step with the means over all replicas. They have equal weights and momenta afterwards."""
@@ -105,11 +102,7 @@ class _OuterStep:
     """
 
     def __init__(
-        self,
-        options: NolocoOptions,
-        slow: Sequence[Tensor],
-        fast: Sequence[Tensor],
-        momenta: Sequence[Tensor],
+        self, options: NolocoOptions, slow: Sequence[Tensor], fast: Sequence[Tensor], momenta: Sequence[Tensor]
     ) -> None:
         self._alpha, self._gamma = options.outer_momentum, options.averaging_rate
         self._weight = options.outer_lr / options.averaging_rate

@@ -1,12 +1,11 @@
 """Options of NoLoCo."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, pair_mean_chunked
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, pair_mean_chunked
 
 
 @dataclass
@@ -45,9 +44,7 @@ class NolocoOptions(MethodOptions):
     def steps_per_round(self) -> int:
         return self.inner_steps
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return one exchange of all parameters with a partner per round. Full exchanges are not included."""
         return [pair_mean_chunked(model.entries, levels, chunk_entries, self.exchange_share())]
 

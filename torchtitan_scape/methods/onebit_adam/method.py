@@ -14,9 +14,9 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
-from torchtitan_scape.kernels.common.rates import Rates
-from torchtitan_scape.methods.base import GradientMethod, clip_factor, norm_over_model
-from torchtitan_scape.methods.interface import MethodContext, StepInfo
+from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.methods.base import GradientMethod
+from torchtitan_scape.methods.interface import MethodContext, StepInfo, clip_factor
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions
 from torchtitan_scape.methods.quantized.method import Quantized
 
@@ -57,9 +57,7 @@ class OnebitAdam(Quantized):
             return
         context, phase = self.context, self.context.timer.phase
         with phase("clip"):
-            norms = self.norms(gradients)
-            norm = norm_over_model(context.shards, norms, self.collectives, context.grad_norm.device)
-            norm = norm * context.gradient_scale
+            norm = self.norm_over_model(self.norms(gradients)) * context.gradient_scale
             if context.max_norm is not None:
                 context.clip_factor.copy_(clip_factor(norm, context.max_norm))
                 self.multiply_gradients(gradients, context.clip_factor)
@@ -75,10 +73,8 @@ class OnebitAdam(Quantized):
 
     def _if_finite(self, momenta: list[Tensor], info: StepInfo) -> StepInfo:
         """Return `info` without `applied`, and set the norm to infinity, if a synchronized momentum is not finite."""
-        context = self.context
-        norms, device = self.norms(momenta), context.grad_norm.device
-        sound = norm_over_model(context.shards, norms, self.collectives, device).isfinite()
-        context.grad_norm.copy_(torch.where(sound, context.grad_norm, torch.inf))
+        norm, sound = self.context.grad_norm, self.norm_over_model(self.norms(momenta)).isfinite()
+        norm.copy_(torch.where(sound, norm, torch.inf))
         return info._replace(applied=info.applied & sound)
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:

@@ -1,13 +1,12 @@
 """Options of 1-bit Adam."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels
 
 WARMUP = 0.15  # share of the run
 UPDATES_OF_A_NEW_VARIANCE = 100  # at least, after a checkpoint without one
@@ -56,8 +55,6 @@ class OnebitAdamOptions(MethodOptions):
     def needs_comm_streams(self) -> bool:
         return True
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return the exchange of the momentum of all parameters. The warm-up is not part of it."""
         return self.exchange().collective_calls(model, levels, chunk_entries)

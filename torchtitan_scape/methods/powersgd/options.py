@@ -8,7 +8,7 @@ from typing import ClassVar
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, padded_size
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, padded_size
 
 
 @dataclass
@@ -29,9 +29,7 @@ class PowersgdOptions(MethodOptions):
         self.require(self.rank >= 1, "rank", "it must be 1 or more")
         self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for a tenth of training.steps")
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return two all-reduces: one of all P and the parameters that are not factored, one of all Q."""
         whole, ps, qs = factor_entries(model.shapes, self.rank)
         return [CollectiveCall("all_reduce", padded_size(count, levels)) for count in (ps + whole, qs)]

@@ -1,6 +1,5 @@
 """Options of gradients in block codes of 1 to 8 bits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -8,7 +7,7 @@ from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, all_reduce_stream
 
 Code = Literal["int8", "int4", "e2m1", "e3m0", "2bit", "1bit"]
 
@@ -52,9 +51,7 @@ class QuantizedOptions(MethodOptions):
     def supports_overlap(self) -> bool:
         return True
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         encoded = encoded_size(self.code, self.block)
         return [all_reduce_stream(model.sizes, levels, chunk_entries, self.block, encoded, in_place=True)]
 

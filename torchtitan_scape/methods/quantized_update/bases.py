@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
+from torchtitan_scape.kernels.dense.reference import record_streams
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized_update.options import (
     ITERATIONS,
@@ -175,11 +176,7 @@ class WhiteningBases:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        owners: Mapping[str, int],
-        collectives: ReplicaCollectives,
-        every: int,
+        self, shards: Sequence[Shard], owners: Mapping[str, int], collectives: ReplicaCollectives, every: int
     ) -> None:
         self._collectives, self._owners, self._every, self._first = collectives, owners, every, shards[0].name
         self.start = torch.full((), -1, dtype=torch.int64, device="cpu")
@@ -237,8 +234,8 @@ class WhiteningBases:
                 self.copies[i] = basis.encode(values[i]).reshape(-1)
             if i in self.copies:
                 values[i] = self.copies[i]
-            if i in numbers and values[i].is_cuda:  # a hook of the backward pass may have made it on another stream
-                values[i].record_stream(torch.cuda.current_stream(values[i].device))
+            if i in numbers:
+                record_streams(values[i])
         return values
 
     def decode_and_observe(self, gradients: Sequence[Tensor], applied: Tensor, numbers: Collection[int]) -> None:

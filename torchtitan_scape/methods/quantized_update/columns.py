@@ -11,10 +11,9 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, StoredTensors
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import exchange_passes
-from torchtitan_scape.kernels.codec.codes import BlockCode
-from torchtitan_scape.kernels.codec.reference import fill_last_block
+from torchtitan_scape.kernels.codec.reference import BlockCode, fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.common.torch_common import divisor_of
+from torchtitan_scape.kernels.dense.reference import divisor_of, record_streams
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column
@@ -142,9 +141,7 @@ class Columns:
 
         The residuals become the quantization errors if `applied`, bool (). Call it after waiting for the handle.
         """
-        for tensor in (sent.messages, sent.received, sent.error):
-            if tensor is not None and tensor.is_cuda:  # a hook of the backward pass may have made it on another stream
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        record_streams(sent.messages, sent.received, sent.error)
         if not sent.is_stored:
             self._store_errors(sent, applied)
         if sent.received is None:

@@ -19,7 +19,7 @@ from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, check_contiguous, stored
 from torchtitan_scape.core.tensors import flat, masked_copy_
 from torchtitan_scape.kernels.backends import block_code
-from torchtitan_scape.methods.base import OptimizerStep, clip_factor
+from torchtitan_scape.methods.base import OptimizerStep
 from torchtitan_scape.methods.interface import ErrorFeedback, Method, MethodContext, State, StepInfo
 from torchtitan_scape.methods.overlap import EarlyExchange
 from torchtitan_scape.methods.owned import OwnedParts
@@ -27,11 +27,10 @@ from torchtitan_scape.methods.quantized_update.bases import WhiteningBases
 from torchtitan_scape.methods.quantized_update.columns import SentGradients, columns_of, has_kernels
 from torchtitan_scape.methods.quantized_update.layout import Column, ExchangeGroup, divide, slices_with_owners
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.optimizers.adams import AdamS
-from torchtitan_scape.optimizers.algorithms import has_step_of
+from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
+from torchtitan_scape.optimizers.pytorch import has_step_of
 from torchtitan_scape.optimizers.registry import FIRST
-from torchtitan_scape.optimizers.signsgd import SignSGD
 from torchtitan_scape.topology.chunks import double_buffered
 from torchtitan_scape.topology.traffic import CollectiveCall
 
@@ -197,12 +196,7 @@ class QuantizedUpdate(Method, EarlyExchange):
             sound = sound & squares.isfinite()
             masked_copy_(self._squares[group.number], squares, applied & sound)
         norm = torch.where(sound, self._squares.sum().sqrt(), torch.inf)
-        context.grad_norm.copy_(torch.where(applied, norm, torch.nan))
-        if context.max_norm is None:
-            return applied & sound, None
-        factor = clip_factor(context.grad_norm, context.max_norm)
-        context.clip_factor.copy_(factor)
-        return applied & sound, factor
+        return applied & sound, self.set_norm(norm, applied)
 
     def _update(self, own: Mapping[int, Tensor], steps: int, applied: Tensor, factor: Tensor | None) -> None:
         """Take the optimizer's step on owned parts, with their gradients times a factor, FP32 (), for some steps."""

@@ -13,7 +13,7 @@ from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.quantized.options import Code
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, assign_groups, divide
 from torchtitan_scape.topology.partition import chunk_limit
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, replicas_of, scaled
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, replicas_of, scaled
 
 _divide = lru_cache(maxsize=64)(divide)  # the planner asks for the same groups several times
 ITERATIONS = 14  # of the inverse root of second moments, see `bases.inverse_root`
@@ -111,9 +111,7 @@ class QuantizedUpdateOptions(MethodOptions):
             entries=sizes,
         )
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         replicas = replicas_of(levels)
         if replicas == 1:
             return []

@@ -14,13 +14,13 @@ from torchtitan_scape.core.parameters import Shard, contiguous_gradient, local
 from torchtitan_scape.core.tensors import flat, masked_copy_, packed_bits
 from torchtitan_scape.kernels.backends import masked_payload
 from torchtitan_scape.kernels.scape.reference import select_largest, set_positions, unpack_bits
-from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.base import ResidualMethod
+from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.options import RadiusOptions, mask_counts
 from torchtitan_scape.topology.partition import chunk_of_payload
 
 
-class Radius(GradientMethod):
+class Radius(ResidualMethod):
     """One step t:
 
     1. Before step `start`, the synchronized gradient G is the mean of all gradients.
@@ -47,13 +47,8 @@ class Radius(GradientMethod):
             _check_beta1(context.optimizer)
         if not isinstance(context.optimizer, torch.optim.Adam):
             self.optimizer_step.may_multiply = False  # the mask is computed from clipped gradients, see `_update`
-        sparse = [shard for shard in context.shards if shard.parameter.ndim > 1]
-        self._sparse = [i for i, shard in enumerate(context.shards) if shard in sparse and shard.size]
-        self._uncompressed = [i for i in range(len(context.shards)) if i not in self._sparse]
-        self._shards = [context.shards[i] for i in self._sparse]
-        self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
-        self._residuals = [self._pending.tensors[shard.name].view(-1) for shard in self._shards]
-        self._masks = {shard.name: _all_ones(shard) for shard in sparse}
+        self._shards = [context.shards[i] for i in self.sparse]
+        self._masks = {s.name: _all_ones(s) for s in context.shards if s.name in self.pending.tensors}
         self._bits = [self._masks[shard.name] for shard in self._shards]
         sizes = [shard.size for shard in self._shards]
         self._selected = mask_counts(sizes, options.density)
@@ -70,14 +65,8 @@ class Radius(GradientMethod):
         )
         self._is_refresh = full and info.number >= self._start
         if full:
-            self.scale_to_mean(gradients)
-            values = flat(gradients)
-            if self._sparse:
-                torch._foreach_add_([values[i] for i in self._sparse], self._residuals)
-            self.collectives.all_reduce_chunked(values)
-            self._pending.clear(info.applied)
-        else:
-            self._exchange_masked(gradients, info.applied)
+            return self.exchange_all(gradients, info)
+        self._exchange_masked(gradients, info.applied)
         return gradients
 
     def after_optimizer_step(self, info: StepInfo) -> None:
@@ -103,7 +92,7 @@ class Radius(GradientMethod):
         self._mask_counts = None
 
     def states(self) -> list[State]:
-        return [self._pending.state(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
+        return [*super().states(), State("mask", self._masks, per_replica=False, on_migration="copy", packed=True)]
 
     def density(self) -> float:
         entries, share = max(1, sum(shard.size for shard in self.context.shards)), 1.0 / self.options.interval
@@ -114,15 +103,15 @@ class Radius(GradientMethod):
     def _exchange_masked(self, gradients: list[Tensor], applied: Tensor) -> None:
         """Replace the gradients by their mean inside the mask and 0 outside it; add those outside to the residuals."""
         counts = self._entries_in_mask()
-        sparse = [gradients[i] for i in self._sparse]
-        uncompressed = [gradients[i] for i in self._uncompressed]
+        sparse = [gradients[i] for i in self.sparse]
+        uncompressed = [gradients[i] for i in self.uncompressed]
         replicas = self.collectives.replicas
         # With one replica nothing is sent, and an unsent payload is never filled.
         if self._kernels is not None and counts and min(counts) > 0 and replicas > 1:
             versions = [bits._version for bits in self._bits]  # a repair writes into the masks, too
             if versions != self._versions:
                 whole = [gradient.numel() for gradient in uncompressed]
-                self._masked = self._kernels.MaskedTensors(self._bits, self._residuals, counts, whole)
+                self._masked = self._kernels.MaskedTensors(self._bits, self.residuals, counts, whole)
                 self._versions = versions
             scale = self.context.gradient_scale
             payload = self._kernels.MaskedPayload(self._masked, [*sparse, *uncompressed], applied, scale, replicas)
@@ -131,7 +120,7 @@ class Radius(GradientMethod):
             return
         self.scale_to_mean(gradients)
         sparse, uncompressed = flat(sparse), flat(uncompressed)
-        for x, residual, bits, k in zip(sparse, self._residuals, self._bits, counts, strict=True):
+        for x, residual, bits, k in zip(sparse, self.residuals, self._bits, counts, strict=True):
             if k == x.numel():
                 continue
             indices = set_positions(unpack_bits(bits, x.numel()), k)

@@ -8,7 +8,7 @@ from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.topology.partition import chunk_limit, chunk_of_payload
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked, replicas_of
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, all_reduce_chunked, replicas_of
 
 
 @dataclass
@@ -33,9 +33,7 @@ class RadiusOptions(MethodOptions):
         self.require(self.interval >= 1, "interval", "it must be 1 or more")
         self.require(self.start >= -1, "start", "it must be 0 or more, or -1 for one fifth of training.steps")
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return an all-reduce of the entries in the mask and, at a refresh, of all entries."""
         payload, share = self.payload(model), 1.0 / self.interval
         of_payload = chunk_entries or max(chunk_limit(payload, replicas_of(levels)), chunk_of_payload(payload))

@@ -5,15 +5,18 @@ an entry receives the mean, updates the entry, and sends the new value to all re
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchtitan_scape.core.observer import Observer
+from torchtitan_scape.core.parameters import Shard
+from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PayloadChunk
+from torchtitan_scape.kernels.scape.step import PayloadChunk, ShardedUpdate
 from torchtitan_scape.topology.chunks import (
     ConcatSource,
     RowSource,
@@ -156,7 +159,10 @@ class DelayedMasks:
 
     def __init__(self, passes: ScapePasses, collectives: ReplicaCollectives, device: torch.device) -> None:
         self._passes, self.layout, self.collectives = passes, passes.layout, collectives
-        self.in_use, self.previous = (Mask(_new_bits(self.layout.mask_bytes(), device)) for _ in range(2))
+        size = self.layout.mask_bytes()
+        words = -(-size // 4)  # kernels write full 32-bit words
+        masks = (Mask(torch.zeros(4 * words, dtype=torch.uint8, device=device)[:size]) for _ in range(2))
+        self.in_use, self.previous = masks
         # (handle, received selections, density) of the exchange in flight.
         self._in_flight: tuple[Handle, Tensor | None, float] | None = None
         self._received = torch.empty(0, dtype=torch.uint8, device=device)
@@ -210,6 +216,70 @@ class DelayedMasks:
             self.previous.density, self.in_use.density = self.in_use.density, density
 
 
-def _new_bits(size: int, device: torch.device) -> Tensor:
-    """Return zeros, uint8 (size,), in a storage of full 32-bit words, because the kernels write words."""
-    return torch.zeros(-(-size // 4) * 4, dtype=torch.uint8, device=device)[:size]
+class GradientRecorder:
+    """Collects the synchronized gradient gh of the observed parameters in a step: on mask A, NaN outside it."""
+
+    def __init__(
+        self, passes: ScapePasses, exchange: PayloadExchange, ordered: Sequence[Shard], observer: Observer
+    ) -> None:
+        self._passes, self._exchange, self._ordered, self._observer = passes, exchange, ordered, observer
+        self._gradients: dict[str, Tensor] = {}
+
+    def add(self, chunk: PayloadChunk) -> None:
+        """Collect the gradients of a chunk. Call it after the mean was received, before the norm is computed."""
+        owner = self._passes.owner
+        for tensor in range(chunk.first, chunk.end):
+            number, start, end = self._passes.slices[tensor]
+            shard = self._ordered[number]
+            if shard.name not in self._observer.names:
+                continue
+            # Zeros in the slices of other owners, because `_assembled` sums the bits over replicas.
+            zeros = torch.zeros(shard.size, dtype=torch.float32, device=shard.device)
+            gradient = self._gradients.setdefault(shard.name, zeros)
+            if owner is None or owner.owns(tensor):
+                gradient[start:end] = self._on_mask(tensor)
+
+    def finish(self) -> None:
+        """Pass the gradients to the observer after the last chunk. Collective."""
+        self._observer.synchronized(self._assembled, self._passes.step.applied)
+
+    def _assembled(self, name: str) -> Tensor:
+        gradient = self._gradients[name]
+        if self._passes.owner is not None:
+            self._exchange.collectives.sum_over_replicas(gradient.view(torch.int32))
+        return gradient
+
+    def _on_mask(self, tensor: int) -> Tensor:
+        """Return gh = (b - b1 q) / (1 - b1) of a tensor, FP32 (n,), NaN outside mask A.
+
+        b is the received mean, q the previous first moment on A, b1 is beta1 (SCAPE paper, Algorithm 1).
+        """
+        passes, step, owner = self._passes, self._passes.step, self._passes.owner
+        beta1, size, count = step.rates[tensor].beta1, passes.sizes[tensor], passes.counts[tensor]
+        masks = (step.in_use, step.previous) if tensor < passes.sparsified else ()
+        used, held = [passes.layout.bits(mask, tensor) for mask in masks] or (None, None)
+        indices = None if used is None else reference.mask_indices(used, size, count)
+        payload = self._payload(tensor)
+        if owner is not None:
+            _, released = reference.owned_moment(owner.share_of(owner.common, tensor), indices, held)
+            reference.owned_gradient_(payload, released, beta1)
+        else:
+            if passes.compact:
+                last = passes.moment_on_mask[passes.payload_layout.positions[tensor] :][:count]
+            else:
+                state = passes.kept()[tensor].to(payload.device)
+                last = state if indices is None else state.index_select(0, indices)
+            reference.synchronized_gradient_(payload, last, beta1)
+        if indices is None:
+            return payload
+        return torch.full((size,), torch.nan, dtype=torch.float32, device=payload.device).scatter_(0, indices, payload)
+
+    def _payload(self, tensor: int) -> Tensor:
+        """Return a copy of the received mean on mask A, FP32 (entries of A,)."""
+        passes, count = self._passes, self._passes.counts[tensor]
+        if passes.compact:
+            return passes.payload[passes.payload_layout.positions[tensor] :][:count].clone()
+        chunk = torch.empty(count, dtype=torch.float32, device=passes.device)
+        if count:
+            self._exchange.source().fill(chunk, sum(passes.counts[:tensor]))
+        return chunk

@@ -18,18 +18,23 @@ from torchtitan_scape.core.parameters import (
     share_scale,
     stored,
 )
+from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.kernels.backends import block_code, scape_passes
 from torchtitan_scape.kernels.common.launching import LatestResult
-from torchtitan_scape.kernels.common.rates import Rates
+from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership, density_at
 from torchtitan_scape.kernels.scape.passes import ScapePasses
-from torchtitan_scape.kernels.scape.sharded import ShardedUpdate
-from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan
+from torchtitan_scape.kernels.scape.reference import unpack_bits
+from torchtitan_scape.kernels.scape.step import PassInputs, PayloadPlan, ShardedUpdate
 from torchtitan_scape.methods.interface import Method, MethodContext, State, StepInfo
-from torchtitan_scape.methods.scape.exchange import DelayedMasks, PayloadInFlight, ReplicatedExchange, ShardedExchange
-from torchtitan_scape.methods.scape.options import ScapeOptions
-from torchtitan_scape.methods.scape.payload import payload_entries
-from torchtitan_scape.methods.scape.reports import GradientRecorder, metrics, replicated_tensors
+from torchtitan_scape.methods.scape.exchange import (
+    DelayedMasks,
+    GradientRecorder,
+    PayloadInFlight,
+    ReplicatedExchange,
+    ShardedExchange,
+)
+from torchtitan_scape.methods.scape.options import ScapeOptions, payload_entries
 from torchtitan_scape.methods.scape.state import ScapeImport, StateByParameter
 from torchtitan_scape.topology.partition import chunk_limit
 from torchtitan_scape.topology.stages import Codec
@@ -108,7 +113,9 @@ class ScapeMethod(Method):
         The numbers are those of docs/explanation/scape.md.
         """
         phase, passes, exchange = self.context.timer.phase, self.passes, self.payload_exchange
-        clips, recorder = self.context.max_norm is not None, self._recorder()
+        clips, recorder = self.context.max_norm is not None, None
+        if self.observer is not None:
+            recorder = GradientRecorder(passes, exchange, self.ordered, self.observer)
         with phase("pack"):
             inputs = self._inputs([gradients[number] for number in self._order], info)
             passes.bind(inputs)
@@ -171,21 +178,13 @@ class ScapeMethod(Method):
 
     def _clip(self, norm: Tensor) -> None:
         """Set the clip factor by the norm of the synchronized gradient, FP32 (). A non-finite norm skips the update."""
-        context, step = self.context, self.passes.step
-        # The payload's norm does not show a NaN outside the mask.
-        context.grad_norm.copy_(torch.where(step.applied, norm, torch.nan))
-        if context.max_norm is None:
+        applied = self.passes.step.applied
+        if self.set_norm(norm, applied) is None:
             return
-        context.clip_factor.copy_((context.max_norm / (context.grad_norm + 1e-6)).clamp(max=1.0))
-        sound = context.grad_norm.isfinite()
-        self.applied_steps -= (step.applied & ~sound).double()
+        sound = self.context.grad_norm.isfinite()
+        self.applied_steps -= (applied & ~sound).double()
         self.passes.leave_out_update(unless=sound)
         self._applied = self.passes.step.applied
-
-    def _recorder(self) -> GradientRecorder | None:
-        if self.observer is None:
-            return None
-        return GradientRecorder(self.passes, self.payload_exchange, self.ordered, self.observer)
 
     def _rates_of_tensors(self) -> list[Rates]:
         """Return the rates of the tensors of the passes: the same objects as in the last step unless they changed."""
@@ -238,12 +237,7 @@ class ScapeMethod(Method):
         return "torch"
 
     def _build_passes(
-        self,
-        sparse: Sequence[Shard],
-        dense: Sequence[Shard],
-        codec: Codec | None,
-        device: torch.device,
-        backend: str,
+        self, sparse: Sequence[Shard], dense: Sequence[Shard], codec: Codec | None, device: torch.device, backend: str
     ) -> ScapePasses:
         """Return the passes over the sparsified shards, and then those that are exchanged whole."""
         options, replicas = self.options, self.collectives
@@ -349,7 +343,7 @@ class ScapeMethod(Method):
         state.apply_layout_states()
 
     def replicated_tensors(self) -> list[ReplicatedTensors]:
-        return replicated_tensors(self.state)
+        return self.state.replicated_tensors()
 
     @torch.no_grad()
     def moment_and_residual(self, shard: Shard) -> tuple[Tensor, Tensor]:
@@ -362,10 +356,34 @@ class ScapeMethod(Method):
         "nnz" is the number of mask entries of one replica. "residual_norm" is the root mean square over replicas; with
         a sharded update it excludes the part of the residual that all replicas share. This reads the whole state.
         """
-        return metrics(self, local)
+        masks, layout = self.masks.moment_masks(self.last_applied), self.masks.layout
+        sums = torch.zeros(4, dtype=torch.float64, device=self.applied_steps.device)
+        kept = self.passes.kept()
+        for i, size in enumerate(layout.sizes):
+            if not self.shard_of(i).counted:
+                continue
+            used, before = (_unpacked(layout.bits(mask, i), size, sums.device) for mask in masks)
+            residual = kept[i].to(sums.device).masked_fill(used, 0.0)
+            entries = torch.tensor(float(size), dtype=torch.float64, device=sums.device)
+            sums += torch.stack(
+                [entries, used.sum().double(), (used & before).sum().double(), sum_of_squares(residual)]
+            )
+        total, nnz, common, squares = self.mean_over_replicas(sums, local).tolist()
+        return {
+            "density": nnz / total if total else 1.0,
+            "nnz": nnz,
+            "mask_overlap": common / nnz if nnz else 1.0,
+            "residual_norm": squares**0.5,
+        }
 
     def payload_chunks(self) -> int:
         return len(self.passes.parts)
+
+
+def _unpacked(bits: Tensor | None, count: int, device: torch.device) -> Tensor:
+    if bits is None:
+        return torch.ones(count, dtype=torch.bool, device=device)
+    return unpack_bits(bits, count)
 
 
 # ------------------------------------------------------------------------------------- checks of the parameters

@@ -10,12 +10,11 @@ from torchtitan_scape.core.options import FREE, LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shapes, count_entries
 from torchtitan_scape.kernels.codec.formats import BLOCK as CODED_BLOCK
 from torchtitan_scape.kernels.codec.formats import FORMATS, encoded_size
-from torchtitan_scape.kernels.scape.blocks import Ownership
+from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership
 from torchtitan_scape.methods.options import MethodOptions, share_of_dense
-from torchtitan_scape.methods.scape.payload import block_layout, dense_sizes, payload_entries, sector_bytes
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.machines import MEMORY_EFFICIENCY, Links
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, best_chunk_bytes, padded_size, spanned
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, best_chunk_bytes, padded_size, spanned
 
 logger = logging.getLogger(__name__)
 
@@ -195,9 +194,7 @@ class ScapeOptions(MethodOptions):
 
     # --------------------------------------------------------------------------------------- exchange
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return the collectives of a step. The payload counts as one chunk: the chunk size depends on the machine."""
         shapes, code = model.shapes, self.payload_code
         replicas = math.prod(level.size for level in levels)
@@ -304,19 +301,13 @@ class ScapeOptions(MethodOptions):
         kinds |= {
             "masks": 2.0 * layout.mask_bytes() + layout.wire_bytes(self.density, "block"),
             "payload": payload + (0.0 if self.payload_code == "float32" else 8.0 * entries),
-            "mask lists": self._list_bytes(entries),
+            # Of both masks; the few entries of tensors that are not sparsified are in no list.
+            "mask lists": 0.0 if self.selection == "tensor" else 4.0 * entries,
             "rates of visits": 16.0 * sum(s[0] + math.prod(s[1:]) for s in shapes if len(s) > 1),
         }
         if offloaded:
             kinds["offload buffers"] = self._buffer_bytes(shapes, replicas)
         return kinds
-
-    def _list_bytes(self, entries: int) -> float:
-        """Return the bytes of the lists of both masks.
-
-        entries: Those of the payload; the few of tensors that are not sparsified are in no list.
-        """
-        return 0.0 if self.selection == "tensor" else 4.0 * entries
 
     def _states(self, shapes: Shapes, replicas: int) -> dict[str, float]:
         """Return the bytes of the states by kind, on the device or on the host."""
@@ -342,3 +333,49 @@ class ScapeOptions(MethodOptions):
     def _ownership(self, shapes: Shapes, replicas: int) -> Ownership:
         """Return the owners of the entries with a sharded update."""
         return Ownership.of(block_layout(shapes, replicas, self.block_size), dense_sizes(shapes))
+
+
+SECTOR = 32  # bytes that a GPU's memory moves at least
+
+
+def dense_sizes(shapes: Shapes) -> list[int]:
+    """Return the number of entries of each tensor without a mask."""
+    return [math.prod(shape) for shape in shapes if len(shape) < 2]
+
+
+def block_layout(shapes: Shapes, replicas: int, block: int) -> BlockLayout:
+    """Return the blocks of the tensors that have a mask."""
+    return BlockLayout(tuple(math.prod(shape) for shape in shapes if len(shape) > 1), block, replicas)
+
+
+def payload_entries(
+    shapes: Shapes,
+    density: float,
+    block: int = 1024,
+    size_multiple: int = 1,
+    selection: str = "block",
+    replicas: int = 1,
+) -> int:
+    """Return the number of entries that a step sends.
+
+    Args:
+        size_multiple: Tensors without a mask start at a multiple of this number of entries.
+        replicas: Number of replicas; matters only if selection is "tensor".
+    """
+    layout = block_layout(shapes, replicas, block)
+    masked = sum(layout.nnz(i, density, selection) for i in range(len(layout.sizes)))
+    return -(-masked // size_multiple) * size_multiple + sum(dense_sizes(shapes))
+
+
+def sector_bytes(shapes: Shapes, density: float, nbytes: int = 4, block: int = 1024) -> float:
+    """Return the bytes that move if a pass reads, or writes, the entries of a mask in tensors of `nbytes` per entry.
+
+    Memory moves whole sectors. A sector of s entries moves unless the mask contains none of them: with probability
+    1 - (1 - d)^s, if entries of a mask of density d are independent. Tensors without a mask move completely.
+    """
+    layout = block_layout(shapes, 1, block)
+    masked = 0.0
+    for tensor, size in enumerate(layout.sizes):
+        share = layout.nnz(tensor, density, "block") / max(1, size)
+        masked += size * (1.0 - (1.0 - share) ** (SECTOR // nbytes))
+    return nbytes * (masked + sum(dense_sizes(shapes)))

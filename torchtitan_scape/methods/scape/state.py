@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_scape.core.consistency import ReplicatedTensors
 from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask
@@ -152,6 +153,32 @@ class StateByParameter:
             "attempted_steps": scape.attempted_steps,
             "applied_steps": scape.applied_steps.item(),
         }
+
+    def replicated_tensors(self) -> list[ReplicatedTensors]:
+        """Return the tensors that are equal on all replicas: parameters, scales, masks, visit rates.
+
+        Call `finish_previous_step` first.
+        """
+        scape, passes, masks, owner = self.scape, self.passes, self.masks, self.owner
+        visits, states = passes.visits, passes.kept()
+        replicated = []
+        for number, (shard, slices) in enumerate(zip(scape.ordered, self.slices, strict=True)):
+            own = [tensor for tensor, _, _ in slices]
+            parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
+            if owner is not None and owner.scaled:
+                parts.append(("scale", owner.scales[own[0] : own[-1] + 1] if own else owner.scales[:0]))
+            sparse = [tensor for tensor in own if tensor < passes.sparsified]
+            for kind, mask in (("mask", masks.in_use), ("previous mask", masks.previous)):
+                parts.append((kind, _bits_of(masks.layout, mask, sparse)))
+            if visits and number < len(visits.rows):
+                start, end, mean = visits.starts[2 * number], visits.starts[2 * number + 2], visits.starts[-1] + number
+                parts += [("visit rates", visits.rates[start:end]), ("visit rates", visits.rates[mean : mean + 1])]
+            # After `finish_previous_step` the moment is stored on the previous mask. With a sharded update the owner
+            # stores it; this replica stores its residual, which is zero on that mask.
+            held = [(tensor, masks.previous if tensor in sparse else None) for tensor in own]
+            on_mask = [(states[i], masks.layout.bits(mask, i) if mask else None) for i, mask in held]
+            replicated.append(ReplicatedTensors(shard.name, parts, on_mask))
+        return [*replicated, ReplicatedTensors(None, [("count of applied steps", scape.applied_steps)])]
 
     def beta1(self, i: int) -> float:
         return float(self.scape.param_groups[self.scape.ordered[i].group]["betas"][0])
@@ -411,3 +438,11 @@ def on_mask(values: Tensor, held: Tensor | None) -> Tensor:
 def off_mask(values: Tensor, held: Tensor | None) -> Tensor:
     """Return values (n,) or (rows, n) with zeros on P."""
     return torch.zeros_like(values) if held is None else values.masked_fill(held, 0.0)
+
+
+def _bits_of(layout: BlockLayout, mask: Mask, tensors: list[int]) -> Tensor:
+    """Return the packed bits of consecutive tensors; empty for a mask of all ones."""
+    if mask.dense or not tensors:
+        return mask.bits[:0]
+    first, end = layout.first_block[tensors[0]], layout.first_block[tensors[-1]] + layout.blocks[tensors[-1]]
+    return mask.bits[first * layout.block_size // 8 : end * layout.block_size // 8]

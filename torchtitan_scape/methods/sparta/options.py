@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.kernels.codec.formats import encoded_size
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_stream, replicas_of
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, all_reduce_stream, replicas_of
 
 BLOCK = 128  # entries that are exchanged together and share a scale
 # With more replicas the owner's error is a separate state, and one bit is unbiased.
@@ -61,9 +61,7 @@ class SpartaOptions(MethodOptions):
         automatic = "1bit_unbiased" if replicas > MANY_REPLICAS else "1bit"
         return automatic if self.code == "auto" else self.code
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return one all-reduce for each block group, of which a step has one."""
         encoded, share = encoded_size(self.encoding(replicas_of(levels)), BLOCK), self.exchange_share()
         calls = []

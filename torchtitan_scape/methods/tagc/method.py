@@ -12,12 +12,12 @@ from torchtitan_scape.core.tensors import flat
 from torchtitan_scape.kernels.backends import tagc_passes
 from torchtitan_scape.kernels.scape.blocks import entries_per_block
 from torchtitan_scape.kernels.tagc.formats import BITMAP, BLOCK, bitmap_bytes, capacity, sends_offsets
-from torchtitan_scape.methods.base import GradientMethod
-from torchtitan_scape.methods.interface import ErrorFeedback, MethodContext, State, StepInfo
+from torchtitan_scape.methods.base import ResidualMethod
+from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.tagc.options import TagcOptions
 
 
-class Tagc(GradientMethod):
+class Tagc(ResidualMethod):
     """One step, with x = residual + gradient (in mean units), in blocks of 1024 entries of a parameter:
 
     1. Each replica selects the k = max(1, round(density * 1024)) largest |x| of each block, ties to the lower index.
@@ -32,13 +32,7 @@ class Tagc(GradientMethod):
 
     def __init__(self, context: MethodContext, options: TagcOptions) -> None:
         super().__init__(context, options)
-        shards = context.shards
-        sparse = [shard for shard in shards if shard.parameter.ndim > 1]
-        self._sparse = [i for i, shard in enumerate(shards) if shard in sparse and shard.size]
-        self._uncompressed = [i for i in range(len(shards)) if i not in self._sparse]
-        self._blocks = [-(-shards[i].size // BLOCK) for i in self._sparse]
-        self._pending = ErrorFeedback.of(sparse)  # includes empty shards: a checkpoint needs the states of all ranks
-        self._residuals = [self._pending.tensors[shards[i].name].view(-1) for i in self._sparse]
+        self._blocks = [-(-context.shards[i].size // BLOCK) for i in self.sparse]
         self._passes = tagc_passes(self.backend)
         self._selected = entries_per_block(options.density, BLOCK)
         self._capacity = capacity(options.density, self.collectives.replicas)
@@ -46,38 +40,35 @@ class Tagc(GradientMethod):
 
     def synchronize(self, gradients: list[Tensor], info: StepInfo) -> list[Tensor]:
         gradients = flat(gradients)
-        sparse = [gradients[i] for i in self._sparse]
-        self.scale_and_add(sparse, self._residuals)
-        self.scale_to_mean([gradients[i] for i in self._uncompressed])
+        sparse = [gradients[i] for i in self.sparse]
+        self.scale_and_add(sparse, self.residuals)
+        self.scale_to_mean([gradients[i] for i in self.uncompressed])
         if self.take_full_exchange_request() or self._dense:
             self.collectives.all_reduce_chunked(gradients)
-            self._pending.clear(info.applied)
+            self.pending.clear(info.applied)
             return gradients
         union = self._union([self._passes.select(x, self._selected) for x in sparse])
         packed = sparse[0].new_empty(sum(self._blocks), self._capacity)
         bitmaps = union.split([blocks * BITMAP for blocks in self._blocks])
         rows = packed.split(self._blocks)
-        for x, residual, bits, row in zip(sparse, self._residuals, bitmaps, rows, strict=True):
+        for x, residual, bits, row in zip(sparse, self.residuals, bitmaps, rows, strict=True):
             self._passes.pack(x, bits, bits, self._capacity, row, residual, info.applied)
-        self.collectives.all_reduce_chunked([packed.view(-1), *(gradients[i] for i in self._uncompressed)])
+        self.collectives.all_reduce_chunked([packed.view(-1), *(gradients[i] for i in self.uncompressed)])
         for x, bits, row in zip(sparse, bitmaps, rows, strict=True):
             self._passes.expand(row[None], bits, x)
         return gradients
-
-    def states(self) -> list[State]:
-        return [self._pending.state()]
 
     def density(self) -> float:
         shards = self.context.shards
         sent = [shard.size for shard in shards]
         if not self._dense:
-            for i, blocks in zip(self._sparse, self._blocks, strict=True):
+            for i, blocks in zip(self.sparse, self._blocks, strict=True):
                 sent[i] = min(sent[i], blocks * self._capacity)
         return sum(sent) / max(1, sum(shard.size for shard in shards))
 
     @property
     def _dense(self) -> bool:
-        return self.options.density >= 1.0 or not self._sparse
+        return self.options.density >= 1.0 or not self.sparse
 
     def _union(self, selected: list[Tensor]) -> Tensor:
         """Return the union of all replicas' selections as bitmaps, uint8 (bytes of all blocks,). Collective."""

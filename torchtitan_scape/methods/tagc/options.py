@@ -1,14 +1,13 @@
 """Options of TAGC between replicas."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_scape.core.workloads import LocalModel, count_entries
 from torchtitan_scape.kernels.tagc.formats import BLOCK, bitmap_bytes, capacity, index_bytes, sends_offsets
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked, replicas_of
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, all_reduce_chunked, replicas_of
 
 
 @dataclass
@@ -27,9 +26,7 @@ class TagcOptions(MethodOptions):
         super().__post_init__()
         self.require(0.0 < self.density <= 1.0, "density", "it must lie in (0, 1], for example 0.1")
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return the exchange of an index of the selected entries, and an all-reduce of their union's maximum size."""
         density, compressed, replicas = self.density, model.matrices(), replicas_of(levels)
         blocks = sum(-(-math.prod(shape) // BLOCK) for shape in compressed)

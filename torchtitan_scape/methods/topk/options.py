@@ -1,7 +1,6 @@
 """Options of top-k gradients with error feedback."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -9,7 +8,7 @@ from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape, count_entries
 from torchtitan_scape.kernels.topk.layout import MessageLayout, block_grid, selected_per_block
 from torchtitan_scape.methods.options import MethodOptions
-from torchtitan_scape.topology.traffic import CollectiveCall, LevelSize, all_reduce_chunked
+from torchtitan_scape.topology.traffic import CollectiveCall, Levels, all_reduce_chunked
 
 
 @dataclass
@@ -61,9 +60,7 @@ class TopkOptions(MethodOptions):
         """Return the shapes of the parameters that are compressed."""
         return list(model.shapes) if self.selection == "tile" else model.matrices()
 
-    def collective_calls(
-        self, model: LocalModel, levels: Sequence[LevelSize], chunk_entries: int = 0
-    ) -> list[CollectiveCall]:
+    def collective_calls(self, model: LocalModel, levels: Levels, chunk_entries: int = 0) -> list[CollectiveCall]:
         """Return one all-gather of values and offsets, and one all-reduce of the uncompressed parameters."""
         shapes = [shape for shape in self.compressed(model) if math.prod(shape)]
         if self.density >= 1.0 or not shapes:
