@@ -96,7 +96,6 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
         "quality_study": 1,
         "sizes": 10,
         "strong_scaling": 420,
-        "strong_scaling_paper_toy": 2,
     }
     assert missing == (known | {"frontier_paper": 30, "radius_table_3": 5}).get(path.stem, 0)
     for line in store.own.values():
