@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.codec.formats import BLOCK
 from torchtitan_scape.kernels.codec.reference import BlockCode
+from torchtitan_scape.kernels.common.tensors import in_dry_run
 from torchtitan_scape.kernels.dense import reference as dense
-from torchtitan_scape.kernels.dense.reference import in_dry_run
 from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.torch_passes import TorchReplicated, TorchSharded
 from torchtitan_scape.kernels.topk import reference as topk

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
 from torchtitan_scape import Scape
-from torchtitan_scape.core.parameters import ScaledTensor, hold_in_bfloat16, local
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import local
 from torchtitan_scape.kernels.scape.reference import mask_indices
 from torchtitan_scape.methods.scape.options import ScapeOptions
 

@@ -1,4 +1,4 @@
-"""Process groups of a layout, and small gathers over them. This is the only module that calls `new_group`."""
+"""Process groups of a layout, and small gathers over them. Other modules create groups of hosts only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -56,12 +56,12 @@ class InProcessCollectives(ReplicaCollectives):
     ) -> Handle:
         if codec is not None:
             return super()._all_reduce(tensor, divisor, codec, error, carried_error)
-        self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
+        self._exchange(tensor, lambda tensors: _sum_in_order(tensors, divisor))
         return Handle()
 
     def _reduce_scatter(self, tensor: Tensor, divisor: float, codec: Codec | None, error: Tensor | None) -> Handle:
         if codec is None:
-            self._exchange(tensor, lambda tensors: _all_reduce(tensors, divisor))
+            self._exchange(tensor, lambda tensors: _sum_in_order(tensors, divisor))
         else:
             super()._reduce_scatter(tensor, divisor, codec, error)
         own = tensor.view(self.replicas, -1)[self.replica].clone()
@@ -93,7 +93,7 @@ class InProcessCollectives(ReplicaCollectives):
         self._exchange(tensor, copy)
 
     def sum_over_replicas(self, values: Tensor) -> None:
-        self._exchange(values, lambda tensors: _all_reduce(tensors, 1))
+        self._exchange(values, lambda tensors: _sum_in_order(tensors, 1))
 
     def sum_over_all(self, values: Tensor) -> Tensor:
         def add(tensors: list[Tensor]) -> Tensor:
@@ -339,7 +339,7 @@ class _AnotherReplicaFailed(BaseException):
     """Ends the threads of the other replicas."""
 
 
-def _all_reduce(tensors: Sequence[Tensor], divisor: float) -> None:
+def _sum_in_order(tensors: Sequence[Tensor], divisor: float) -> None:
     """Write (sum in replica order) / divisor to all tensors."""
     total, *others = tensors
     for other in others:

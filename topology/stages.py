@@ -23,7 +23,7 @@ from torchtitan_scape.topology.layout import RankGroup, replica_index
 from torchtitan_scape.topology.partition import ALIGNED_BYTES
 from torchtitan_scape.topology.torch_version import all_gather_into, reduce_scatter_into
 
-Levels = Sequence[RankGroup]
+LevelGroups = Sequence[RankGroup]  # innermost first
 
 HIGH_PRIORITY = -1  # of a CUDA stream; the default priority is 0
 EXIT_SECONDS = 5.0  # an exit of the process waits so long for the exchanges in flight
@@ -220,7 +220,7 @@ def divide_(x: Tensor, divisor: float) -> None:
         x.div_(divisor)
 
 
-def all_reduce_(x: Tensor, levels: Levels, divisor: float) -> None:
+def all_reduce_(x: Tensor, levels: LevelGroups, divisor: float) -> None:
     """All-reduce x in place: x = (sum of x over all replicas) / divisor, bitwise equal on all replicas."""
     group, outer = levels[0], levels[1:]
     if not outer:
@@ -235,7 +235,7 @@ def all_reduce_(x: Tensor, levels: Levels, divisor: float) -> None:
 
 def all_reduce_encoded(
     x: Tensor,
-    levels: Levels,
+    levels: LevelGroups,
     divisor: float,
     codec: Codec,
     error: Tensor | None,
@@ -265,7 +265,7 @@ def all_reduce_encoded(
     codec.decode(messages.view(replicas, -1), x.view(replicas, -1))
 
 
-def pair_mean_(x: Tensor, levels: Levels, partner: int | None) -> None:
+def pair_mean_(x: Tensor, levels: LevelGroups, partner: int | None) -> None:
     """Average x over all replicas of two units of the outermost level, such as two nodes, in place.
 
     partner: Position of the other unit on the outermost level; None for the mean over this unit alone.
@@ -319,7 +319,7 @@ def _mean_of_slice(
 
 
 def reduce_scatter_(
-    x: Tensor, levels: Levels, divisor: float, codec: Codec | None = None, error: Tensor | None = None
+    x: Tensor, levels: LevelGroups, divisor: float, codec: Codec | None = None, error: Tensor | None = None
 ) -> None:
     """Reduce-scatter x: slice `replica_index` of `replicas` equal slices becomes its sum / divisor.
 
@@ -359,7 +359,7 @@ def gather_from_owners(gathered: Tensor, message: Tensor, owners: Sequence[int],
         dist.broadcast(row, ranks[owner], group=group.process_group)
 
 
-def _reduce_scatter_inner(x: Tensor, levels: Levels, error: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _reduce_scatter_inner(x: Tensor, levels: LevelGroups, error: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Sum x over these levels. Returns this rank's slices of x and of the error; the whole error is set to zero."""
     if error is not None:
         error.zero_()
@@ -380,7 +380,7 @@ def _reduce_scatter(x: Tensor, own: Tensor, group: ProcessGroup | None) -> None:
         torch.sum(parts.view(-1, own.numel()), 0, out=own)
 
 
-def all_reduce_or_(bits: Tensor, levels: Levels) -> None:
+def all_reduce_or_(bits: Tensor, levels: LevelGroups) -> None:
     """All-reduce packed bits, uint8 (b,), in place with a bitwise OR, which no GPU backend offers as a reduction.
 
     b: a multiple of the number of replicas.
@@ -396,7 +396,7 @@ def all_reduce_or_(bits: Tensor, levels: Levels) -> None:
     all_gather(bits, own, group)
 
 
-def all_gather_(output: Tensor, input: Tensor, levels: Levels) -> None:
+def all_gather_(output: Tensor, input: Tensor, levels: LevelGroups) -> None:
     """Gather `input` (b,) of all replicas into `output` (replicas * b,), in the order of `replica_index`.
 
     The outermost level comes first, so that each input crosses the network once per node. Every stage writes its

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_scape.kernels.codec.formats import BLOCK, FORMATS, HADAMARD_SIZE, Format, MessageSize
 from torchtitan_scape.kernels.common.launching import to_device
-from torchtitan_scape.kernels.dense.reference import add_in_order_, divisor_of
+from torchtitan_scape.kernels.common.tensors import add_in_order_, divisor_of
 
 # Blocks with a smaller largest magnitude are decoded as (signed) zeros: the inverse of their scale would overflow.
 MIN_SCALE = 2.0**-100

@@ -1,1 +1,1 @@
-"""Shared parts of the kernels: launches over many tensors, tiles, state in host memory."""
+"""Shared parts of the kernels: PyTorch passes, launches over many tensors, tiles, state in host memory."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.dense.reference import in_dry_run
+from torchtitan_scape.kernels.common.tensors import in_dry_run
 
 PORTABLE = 1  # for all devices: the current device may differ from the tensors' device
 TENSOR_ENTRIES = 16  # FP32 entries, so that every tensor begins at a multiple of 64 bytes

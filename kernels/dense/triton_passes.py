@@ -21,6 +21,7 @@ from torchtitan_scape.kernels.common.launching import (
     aligned,
     to_device,
 )
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.common.triton_common import (
     BETA1,
     BETA2,
@@ -43,7 +44,6 @@ from torchtitan_scape.kernels.common.triton_common import (
     table_row,
     tile_of,
 )
-from torchtitan_scape.kernels.dense.reference import Rates
 
 # These tensors have no blocks in a mask and no payload.
 VARIANCE = FIRST_BLOCK  # address

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.dense.reference import divisor_of, gated, known_false
+from torchtitan_scape.kernels.common.tensors import divisor_of, gated, known_false
 from torchtitan_scape.kernels.scape.blocks import offset_code
 
 # Decay rate of the exponential moving average over steps; the time constant is five steps.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_scape.kernels.common.launching import DeviceTable, to_device
-from torchtitan_scape.kernels.dense.reference import Rates, in_dry_run
+from torchtitan_scape.kernels.common.tensors import Rates, in_dry_run
 from torchtitan_scape.kernels.scape.blocks import Mask, Ownership
 
 

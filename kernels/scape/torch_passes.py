@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchtitan_scape.kernels.dense.reference import Flat, adams, decay_, gated, known_false
+from torchtitan_scape.kernels.common.tensors import Flat, adams, decay_, gated, known_false
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_bytes
 from torchtitan_scape.kernels.scape.passes import ScapePasses

@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import DeviceTable, Range, TileSchedule, Writable, addresses, to_device
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.common.triton_common import RATES, WIDTH, table_row
-from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.dense.triton_passes import DTYPES, set_rates
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks
 from torchtitan_scape.kernels.scape.blocks import Mask, entries_per_block, offset_code

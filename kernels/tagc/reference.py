@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.codec.formats import padded_bytes
-from torchtitan_scape.kernels.dense.reference import add_in_order_, masked_copy_
+from torchtitan_scape.kernels.common.tensors import add_in_order_, masked_copy_
 from torchtitan_scape.kernels.scape.blocks import offset_bytes
 from torchtitan_scape.kernels.scape.reference import (
     decode_offsets,

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.codec.reference import unpack
-from torchtitan_scape.kernels.dense.reference import divisor_of, masked_copy_
+from torchtitan_scape.kernels.common.tensors import divisor_of, masked_copy_
 from torchtitan_scape.kernels.scape.reference import decode_offsets, encode_offsets, select_rows, unpack_bits
 from torchtitan_scape.kernels.topk.layout import MEANS, BlockGrid, MessageLayout
 

@@ -39,7 +39,7 @@ from torchtitan_scape.kernels.backends import (
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.dense.triton_passes import Norms, Scaling, TritonMuon, TritonUpdate
 from torchtitan_scape.kernels.exchange import layout
 from torchtitan_scape.kernels.exchange.layout import LISTS, BlockSlice

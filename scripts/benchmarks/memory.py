@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.benchmarks.harness import Benchmark, in_new_process, main
 from scripts.common import markdown, names
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.core.parameters import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.patching import environment, replaced
 from torchtitan_scape.core.workloads import Shape, Workload, get_workload
 from torchtitan_scape.kernels.common import offload
@@ -226,7 +226,7 @@ def held(trainer: Any) -> dict[str, float]:
 def secondary_weights(flat: Any) -> list[torch.Tensor]:
     """Return what one of FSDP2's groups keeps after an all-gather. Messages have their size, but no content."""
     from torchtitan_scape.sharding.base import entries
-    from torchtitan_scape.sharding.zeropp import RowCodec
+    from torchtitan_scape.sharding.row_codec import RowCodec
 
     group = fsdp_parameter_group(flat.modules[0])
     gather, ranks = group._all_gather_comm, group._all_gather_process_group

@@ -11,15 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_scape.core import parameters
-from torchtitan_scape.core.parameters import (
-    ScaledTensor,
-    StoredTensors,
-    collect_shards,
-    contiguous_gradient,
-    hold_in_bfloat16,
-    store_gradient,
-    stored,
-)
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import StoredTensors, collect_shards, contiguous_gradient, store_gradient, stored
 
 
 @pytest.fixture

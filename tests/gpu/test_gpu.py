@@ -32,7 +32,7 @@ from tests.kernels.exchange_checks import adam, quantized, quantized_update, rad
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from torchtitan_scape import AdamS, Scape
-from torchtitan_scape.core.parameters import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.codec.formats import FORMATS
 from torchtitan_scape.kernels.scape import reference

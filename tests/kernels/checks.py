@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scripts.scape_passes import pack_all, squares_all, update_all
 from torchtitan_scape.kernels.backends import scape_passes
-from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Mask, Ownership
 from torchtitan_scape.kernels.scape.passes import ScapePasses

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.checks import ULP, Case
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.dense.reference import RULES as TORCH_RULES
-from torchtitan_scape.kernels.dense.reference import Rates, TorchMuon, TorchUpdate, finite, norms
+from torchtitan_scape.kernels.dense.reference import TorchMuon, TorchUpdate, finite, norms
 
 RULES = [*TORCH_RULES]
 

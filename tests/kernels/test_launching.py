@@ -10,9 +10,9 @@ import torch
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.kernels.common import launching
 from torchtitan_scape.kernels.common.launching import AddressTable, DeviceTable, LatestResult, TileSchedule
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.common.triton_common import FIRST_BLOCK, GRADIENT, PARAMETER, RATES, STATE
 from torchtitan_scape.kernels.dense import triton_passes
-from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.exchange import triton_passes as exchange
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 

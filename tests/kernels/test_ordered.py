@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_scape.kernels.dense.reference import add_in_order_
+from torchtitan_scape.kernels.common.tensors import add_in_order_
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 64])

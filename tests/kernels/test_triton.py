@@ -27,8 +27,8 @@ from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.kernels.backends import choose_backend, scape_passes
 from torchtitan_scape.kernels.codec import triton_passes as codec_kernels
 from torchtitan_scape.kernels.common import launching
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.dense import triton_passes as dense_kernels
-from torchtitan_scape.kernels.dense.reference import Rates
 from torchtitan_scape.kernels.exchange import triton_kernels as exchange_kernels
 from torchtitan_scape.kernels.exchange import triton_masked
 from torchtitan_scape.kernels.scape import triton_kernels, triton_masks

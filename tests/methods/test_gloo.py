@@ -19,7 +19,8 @@ from tests.pool import Pool
 from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
 from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
 from torchtitan_scape import AdamS
-from torchtitan_scape.core.parameters import collect_shards, hold_in_bfloat16, local
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
+from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import build_groups
 from torchtitan_scape.topology.in_process import collectives_of

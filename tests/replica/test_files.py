@@ -55,7 +55,7 @@ def files_of_a_step(method: str) -> list[str]:
     return files
 
 
-@pytest.mark.parametrize(("method", "most"), [("dense", 15), ("sparta", 18), ("quantized_update", 22)])
+@pytest.mark.parametrize(("method", "most"), [("dense", 16), ("sparta", 19), ("quantized_update", 23)])
 def test_a_step_runs_through_few_files(method: str, most: int, pool2: Pool) -> None:
     """Who reads a step from top to bottom opens these files; a larger number needs a reason."""
     for files in pool2(files_of_a_step, method):

@@ -20,9 +20,10 @@ from torchtitan_scape.sharding.base import (
     entries,
 )
 from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter
+from torchtitan_scape.sharding.row_codec import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
-from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter, RowCodec
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.layout import RankGroup
 

@@ -1,6 +1,6 @@
 """Loading a checkpoint's optimizer state into a run of any method and layout.
 
-A load has three stations. `metadata.read_record` reads the record of the run that saved. `StateReader` reads the
+A load has three steps. `metadata.read_record` reads the record of the run that saved. `StateReader` reads the
 tensors of each parameter, which `import_state` of the saving method maps to an `ImportedState`. The receiver of each
 replica takes it: a `_Receiver`, or for a method that stores the moments the result of `Method.begin_import`.
 

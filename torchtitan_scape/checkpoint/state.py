@@ -324,7 +324,7 @@ class ModelCheckpoint(Stateful):
 
 
 class OptimizerCheckpoint(Stateful):
-    """State of the optimizer and the method for `dcp.save`. `migration.load_optimizer` loads it.
+    """State of the optimizer and the method for `dcp.save`. `migration.migrate` loads it.
 
     Args:
         residual: "exact", "mean" or "drop", as in `[checkpoint] residual`.

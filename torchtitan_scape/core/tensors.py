@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.dense.reference import masked_copy_ as masked_copy_
+from torchtitan_scape.kernels.common.tensors import masked_copy_ as masked_copy_
 from torchtitan_scape.kernels.scape.reference import pack_bits
 
 K = TypeVar("K", bound=Hashable)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.codec.reference import BlockCode, fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.dense.reference import record_streams
+from torchtitan_scape.kernels.common.tensors import record_streams
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, OWNER_ERROR, SECOND, BlockSlice, SentMessages
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.stages import Handle

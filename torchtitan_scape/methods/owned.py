@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtitan_scape.core.parameters import Shard, local, placed_like
-from torchtitan_scape.kernels.dense.reference import in_dry_run
+from torchtitan_scape.kernels.common.tensors import in_dry_run
 from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD

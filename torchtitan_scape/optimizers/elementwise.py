@@ -12,7 +12,7 @@ from torchtitan_scape.core.options import check_hyperparameters
 from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, local, stored
 from torchtitan_scape.core.tensors import add_to_each_, masked_copy_
 from torchtitan_scape.kernels.backends import choose_backend, elementwise_update
-from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.kernels.common.tensors import Rates
 
 
 class AdamS(Optimizer):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchtitan_scape.core.parameters import Shard, StoredTensors, collect_shards, contiguous_gradient, local
 from torchtitan_scape.core.tensors import add_to_each_
 from torchtitan_scape.kernels.backends import elementwise_update
-from torchtitan_scape.kernels.dense.reference import Rates, in_dry_run
+from torchtitan_scape.kernels.common.tensors import Rates, in_dry_run
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of PyTorch's optimizers
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)

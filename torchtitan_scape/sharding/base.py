@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_scape.core.parameters import Shard, plain_name, store_gradient
-from torchtitan_scape.kernels.dense.reference import add_in_order_
+from torchtitan_scape.kernels.common.tensors import add_in_order_
 from torchtitan_scape.methods.imported import CheckpointReader
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.topology.groups import LevelGroups, ShardGroups

@@ -21,8 +21,9 @@ from torchtitan_scape.sharding.base import (
 )
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.options import ShardingOptions
+from torchtitan_scape.sharding.row_codec import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
-from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter, RowCodec
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 from torchtitan_scape.topology.groups import ShardGroups, build_shard_groups
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.traffic import TrafficLedger

@@ -1,6 +1,6 @@
 """Cost of the shard axis in closed form: FSDP2's own collectives, ZeRO++ and three-level sharding. No torch.
 
-Messages are those of `sharding.zeropp`, padding included. Bytes are counted per link level, as in
+Messages are those of `sharding.row_codec`, padding included. Bytes are counted per link level, as in
 `topology.shard_collectives`, and averaged over the ranks of the group.
 """
 

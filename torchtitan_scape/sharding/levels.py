@@ -15,8 +15,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.consistency import ReplicatedTensors, check_replicas_equal
-from torchtitan_scape.core.parameters import SliceParameter, hold_in_bfloat16, plain_name, stored
+from torchtitan_scape.core.parameters import SliceParameter, plain_name, stored
 from torchtitan_scape.kernels.backends import block_code
 from torchtitan_scape.sharding.base import (
     CollectiveHook,
@@ -30,7 +31,8 @@ from torchtitan_scape.sharding.base import (
 from torchtitan_scape.sharding.cost import GRADIENTS_BLOCK, WEIGHTS_BLOCK
 from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter, WeightAllGather
 from torchtitan_scape.sharding.options import STEP_BLOCK, ShardingOptions
-from torchtitan_scape.sharding.zeropp import QuantizedAllGather, RowCodec
+from torchtitan_scape.sharding.row_codec import RowCodec
+from torchtitan_scape.sharding.zeropp import QuantizedAllGather
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.groups import LevelGroups, ReplicaGroups
 from torchtitan_scape.topology.in_process import collectives_of

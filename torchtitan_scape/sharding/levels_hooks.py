@@ -25,7 +25,7 @@ from torchtitan_scape.sharding.base import (
     ParameterSlice,
     ShardedParamGroup,
 )
-from torchtitan_scape.sharding.zeropp import Parts, RowCodec, hop
+from torchtitan_scape.sharding.row_codec import Parts, RowCodec, hop
 from torchtitan_scape.topology import shard_collectives
 from torchtitan_scape.topology.layout import RankGroup
 from torchtitan_scape.topology.shard_collectives import ShardLedger

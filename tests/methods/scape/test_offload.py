@@ -16,7 +16,8 @@ from tests.marks import covering, slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, flat, gradient, make_scape
 from torchtitan_scape import Scape
-from torchtitan_scape.core.parameters import ScaledTensor, hold_in_bfloat16, stored
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16
+from torchtitan_scape.core.parameters import stored
 from torchtitan_scape.kernels.common.offload import BUFFERS, BlockingCopies, TripleBuffer
 from torchtitan_scape.methods.scape.options import ScapeOptions
 

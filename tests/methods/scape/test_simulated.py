@@ -12,7 +12,7 @@ from tests.marks import slow
 from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import DENSE, SPARSE, copied, draw, gradient, make_scape
 from torchtitan_scape import Scape
-from torchtitan_scape.core.parameters import hold_in_bfloat16
+from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.replica.guard import NonFiniteGradientError
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 

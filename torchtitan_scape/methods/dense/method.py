@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_scape.kernels.dense.reference import record_streams
+from torchtitan_scape.kernels.common.tensors import record_streams
 from torchtitan_scape.methods.base import ChunkedMethod
 from torchtitan_scape.methods.interface import MethodContext
 from torchtitan_scape.methods.options import DenseOptions

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_scape.core.parameters import Shard, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
-from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.methods.base import GradientMethod
 from torchtitan_scape.methods.interface import MethodContext, StepInfo, clip_factor
 from torchtitan_scape.methods.onebit_adam.options import UPDATES_OF_A_NEW_VARIANCE, OnebitAdamOptions

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard
 from torchtitan_scape.core.tensors import masked_copy_
-from torchtitan_scape.kernels.dense.reference import record_streams
+from torchtitan_scape.kernels.common.tensors import record_streams
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.methods.quantized_update.options import (
     ITERATIONS,

@@ -13,7 +13,7 @@ from torchtitan_scape.core.tensors import masked_copy_
 from torchtitan_scape.kernels.backends import exchange_passes
 from torchtitan_scape.kernels.codec.reference import BlockCode, fill_last_block
 from torchtitan_scape.kernels.common.launching import AddressTable
-from torchtitan_scape.kernels.dense.reference import divisor_of, record_streams
+from torchtitan_scape.kernels.common.tensors import divisor_of, record_streams
 from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.owned import Part
 from torchtitan_scape.methods.quantized_update.layout import Column

@@ -8,20 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_scape.core.bf16_weights import ScaledTensor, hold_in_bfloat16, share_scale
 from torchtitan_scape.core.consistency import ReplicatedTensors
-from torchtitan_scape.core.parameters import (
-    ScaledTensor,
-    Shard,
-    StoredTensors,
-    hold_in_bfloat16,
-    local,
-    share_scale,
-    stored,
-)
+from torchtitan_scape.core.parameters import Shard, StoredTensors, local, stored
 from torchtitan_scape.core.tensors import sum_of_squares
 from torchtitan_scape.kernels.backends import block_code, scape_passes
 from torchtitan_scape.kernels.common.launching import LatestResult
-from torchtitan_scape.kernels.dense.reference import Rates
+from torchtitan_scape.kernels.common.tensors import Rates
 from torchtitan_scape.kernels.scape.blocks import BlockLayout, Ownership, density_at
 from torchtitan_scape.kernels.scape.passes import ScapePasses
 from torchtitan_scape.kernels.scape.reference import unpack_bits
@@ -51,7 +44,7 @@ class ScapeMethod(Method):
     The method performs the update itself. It reads lr, betas, eps and weight_decay from `context.optimizer`, which
     stores no state (`AdamS(..., allocate_state=False)`). Gradients are used as scratch space.
 
-    Keep the parameters in FP32, or with a sharded update convert them with `core.parameters.hold_in_bfloat16`. Of the
+    Keep the parameters in FP32, or with a sharded update convert them with `core.bf16_weights.hold_in_bfloat16`. Of the
     n/N entries of converted parameters that this replica owns there is an FP32 master copy here. Parameters of other
     dtypes have no master copy, so that updates below their rounding are lost.
 
