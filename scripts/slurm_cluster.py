@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, RunError, given_command, run_command
+from scripts.common import ROOT, RunError, given_command, kill, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
@@ -139,11 +139,29 @@ class SlurmCluster:
         self._wait("munged", lambda: (munge / "socket").exists())
         self._daemon(0, "slurmctld", ["slurmctld", "-D", "-f", conf])
         for node in range(1, self.nodes + 1):
-            self._daemon(node, f"node{node}", ["slurmd", "-D", "-N", f"node{node}", "-f", conf])
+            self._start_slurmd(node)
+        self.wait_for_nodes()
+
+    def wait_for_nodes(self) -> None:
+        """Wait until all nodes are idle."""
         self._wait(
             "the nodes",
             lambda: self.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%T").split() == ["idle"] * self.nodes,
         )
+
+    def _start_slurmd(self, node: int) -> None:
+        command = ["slurmd", "-D", "-N", f"node{node}", "-f", str(self.folder / "slurm.conf")]
+        self._daemon(node, f"node{node}", command)
+
+    def lose_node(self, node: int) -> None:
+        """End a node as a loss of power does: its connections stay open, and slurmd and all jobs are gone."""
+        self.cluster.set_link(node, up=False)
+        kill(self.cluster.processes(node))
+
+    def restore_node(self, node: int) -> None:
+        """Start a lost node again, without the jobs that it had."""
+        self.cluster.set_link(node, up=True)
+        self._start_slurmd(node)
 
     def _daemon(self, node: int, name: str, command: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:

@@ -10,13 +10,17 @@
 # with code 75 after a barrier. scancel sends SIGTERM to the ranks: a checkpoint is written if there is time, and the
 # job is not requeued.
 #
+# With NNODES=2:4 the job is elastic: srun starts one launcher of torchtitan_scape per node, which starts the ranks of its
+# node and restarts them without lost nodes. Slurm must keep such a job (sbatch --no-kill).
+#
 # The exit code of the launcher does not decide about a requeue: after the first failure it kills the other ranks, and
 # srun returns the highest code, such as 137 or 143. The files progress and failures in LOG_DIR decide. They exist
 # before the ranks start, because a node may see a new file of another one late.
 
 # Before the ranks run, a signal is kept for them: rank.sh passes it on.
-LAUNCHER_PROCESS=""
+LAUNCHER_PROCESS="" USR1_SEEN=""
 on_usr1() {
+    USR1_SEEN=1
     if [ -n "$LAUNCHER_PROCESS" ]; then pass_signal "$LAUNCHER_PROCESS"; else export SCAPE_STOP_REQUESTED=SIGUSR1; fi
 }
 trap on_usr1 USR1
@@ -51,6 +55,7 @@ check_values() {
     [[ "${REQUEUE_LIMIT:-0}" =~ ^[0-9]{1,6}$ ]] || refuse "REQUEUE_LIMIT=$REQUEUE_LIMIT; it must be a number, 0 or more"
     [[ "${LOG_RANK:-0}" =~ ^[0-9]+(,[0-9]+)*$ ]] ||
         refuse "LOG_RANK=$LOG_RANK; it must be ranks with commas between, such as 0,1"
+    check_elastic
     # srun cannot start more tasks than the allocation has CPUs. The CPUs are known per group of nodes: "72(x2),36".
     tasks="${SLURM_NTASKS_PER_NODE:-$RANKS_PER_NODE}"
     cpus=$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-0}" | sed 's/(.*//' | sort -n | sed -n 1p)
@@ -58,6 +63,26 @@ check_values() {
         refuse "RANKS_PER_NODE=$RANKS_PER_NODE, but the job has $tasks task(s) per node; submit it with" \
             "sbatch --ntasks-per-node=$RANKS_PER_NODE"
     fi
+}
+
+# Sets ELASTIC for a range of nodes; any other value of NNODES is not for this job.
+check_elastic() {
+    local least most
+    ELASTIC=""
+    if [[ "${NNODES:-}" != *:* ]]; then return; fi
+    [[ "$NNODES" =~ ^([1-9][0-9]{0,4}):([1-9][0-9]{0,4})$ ]] ||
+        refuse "NNODES=$NNODES; it must be a smallest and a largest number of nodes, such as 2:4"
+    least="${BASH_REMATCH[1]}" most="${BASH_REMATCH[2]}"
+    if [ "$SLURM_JOB_NUM_NODES" -lt "$least" ] || [ "$SLURM_JOB_NUM_NODES" -gt "$most" ]; then
+        refuse "NNODES=$NNODES, but the job has $SLURM_JOB_NUM_NODES node(s); submit it with sbatch --nodes=$most"
+    fi
+    [[ "$LAUNCHER" =~ ^(auto|srun)$ ]] || refuse "NNODES=$NNODES needs LAUNCHER=srun, not $LAUNCHER"
+    [ -z "${TRAIN_SCRIPT:-}" ] || refuse "NNODES=$NNODES starts the trainer; it cannot start TRAIN_SCRIPT=$TRAIN_SCRIPT"
+    if [[ " ${SRUN_OPTIONS[*]} " == *" --gpu"* ]] || [ -n "${SLURM_GPUS_PER_TASK:-}" ]; then
+        refuse "NNODES=$NNODES starts one task per node, which needs all GPUs of the node: use a job file without" \
+            "--gpus-per-task and --gpu-bind"
+    fi
+    LAUNCHER=srun ELASTIC=1
 }
 
 # environment.sh would create .venv if no Python has torchtitan. A job must not install packages: the nodes would be
@@ -111,6 +136,14 @@ on_every_node() {
 # Sets COMMAND: LAUNCHER with its options, before a program that every rank runs.
 launcher_command() {
     local ranks="$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" name
+    if [ -n "$ELASTIC" ]; then
+        COMMAND=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --export=ALL "${SRUN_OPTIONS[@]}"
+            --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0)
+        if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+            COMMAND+=(--cpus-per-task="$((SLURM_CPUS_PER_TASK * RANKS_PER_NODE))")
+        fi
+        return
+    fi
     case "$LAUNCHER" in
         srun) # --export=ALL: ranks need the variables of this script also after sbatch --export=CONFIG_FILE=...
             COMMAND=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$ranks" --ntasks-per-node="$RANKS_PER_NODE"
@@ -179,6 +212,11 @@ finish() {
     local status="$1" event="" step="" signal="" first="" error
     read -r event step signal < <(tail -n 1 "$SCAPE_PROGRESS_FILE") || true
     read -r first _ <"$SCAPE_FAILURE_FILE" || true
+    if [ -n "$ELASTIC" ]; then # The launchers of the nodes that were not lost. 0: the training is complete.
+        read -r first _ < <(sort -n "$SCAPE_FAILURE_FILE") || true
+        status="${first:-$status}"
+        if [ "$status" -eq 75 ] && [ -n "$USR1_SEEN" ]; then event=stopped signal=SIGUSR1; fi # between two restarts
+    fi
     # The messages precede the requeue, which may end this script.
     if [ "$event" = stopped ]; then
         status=75 # srun reports the code of any rank, and Hydra may report 0 after a signal
@@ -218,6 +256,10 @@ launch() {
     MASTER_ADDR="${MASTER_ADDR:-${NODE_NAMES%% *}}"
     # Derived from the job id, so that two jobs on one node differ; below the range of ephemeral ports.
     MASTER_PORT="${MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}"
+    if [ -n "$ELASTIC" ]; then # If the first node is lost, the launcher of the next one serves the rendezvous.
+        RDZV_ENDPOINT="${RDZV_ENDPOINT:-$(tr ' ' '\n' <<<"$NODE_NAMES" | sed -n "1,3s/\$/:$MASTER_PORT/p" | paste -sd ,)}"
+        export ELASTIC NNODES RDZV_ENDPOINT NGPU="$RANKS_PER_NODE"
+    fi
     prepare_logs
     RESUBMIT=$(resubmit_command "$@")
     node_local_caches

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Runs in every rank: translates the launcher's variables to torch's, and starts the trainer with the arguments.
-# launch.sh starts it with srun, ibrun or mpirun, after setting the variables that all ranks share.
+# launch.sh starts it with srun, ibrun or mpirun, after setting the variables that all ranks share. In an elastic job (see
+# launch.sh) it runs once per node, with the number of the node as RANK, and starts the launcher of the node.
 set -euo pipefail
 
 # With a time limit shorter than that of --signal=B:USR1@300 the signal arrives at once. It must not end the task: the
@@ -59,6 +60,30 @@ from_mpi() {
     export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE="$per_node"
 }
 
+# Ends a job that has lost its first node, and with it the batch script: Slurm would keep it until its time limit.
+end_without_batch_script() {
+    local job host nodes
+    job=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) || return 0
+    host=$(sed -n 's/^ *BatchHost=//p' <<<"$job")
+    nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")" | tr '\n' ' ')
+    if [[ " $nodes" == *" $host "* && "$(sinfo -h -n "$host" -o %t)" != *\** ]]; then return; fi
+    echo "node $host is lost, and with it the batch script; canceling job $SLURM_JOB_ID"
+    sleep 20 # the launchers of other nodes end
+    scancel "$SLURM_JOB_ID"
+}
+
+# Runs the launcher of this node in an elastic job, and records its exit code for launch.sh.
+elastic() {
+    local status=0 failures="$SCAPE_FAILURE_FILE" node="$RANK"
+    unset RANK WORLD_SIZE LOCAL_RANK SCAPE_FAILURE_FILE
+    export SCAPE_RESTARTS="0 -1" # with it the launcher uses SCAPE_PROGRESS_FILE
+    trap : TERM                  # Slurm signals all processes of a task
+    ${block[@]+"${block[@]}"} "$PYTHON" -m torchtitan_scape.start "$@" || status=$?
+    echo "$status launcher of node $node" >>"$failures" || true
+    end_without_batch_script
+    exit "$status"
+}
+
 if [ "${LAUNCHER:-srun}" = srun ]; then from_slurm; else from_mpi; fi
 for name in PYTHON MASTER_ADDR MASTER_PORT LOG_DIR NODE_DIR; do
     if [ -z "${!name:-}" ]; then refuse "$name is not set; start the job with launch.sh, which sets it"; fi
@@ -70,7 +95,7 @@ for visible in "${ROCR_VISIBLE_DEVICES:-}" "${HIP_VISIBLE_DEVICES:-}" "${CUDA_VI
 done
 
 # Only rank 0 records the progress for launch.sh.
-if [ "$RANK" -ne 0 ]; then unset SCAPE_PROGRESS_FILE; fi
+if [ "$RANK" -ne 0 ] && [ -z "${ELASTIC:-}" ]; then unset SCAPE_PROGRESS_FILE; fi
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # as in machines.sh
 
 # The log of hundreds of ranks is unreadable; launch.sh prints the first error of the ranks that are not shown.
@@ -95,4 +120,5 @@ block=()
 if env --block-signal=USR1 true 2>/dev/null; then block=(env --block-signal=USR1); fi
 export SCAPE_STOP_REQUESTED
 trap '' USR1
+if [ -n "${ELASTIC:-}" ]; then elastic "$@"; fi
 exec ${block[@]+"${block[@]}"} "$PYTHON" "${command[@]}" "$@"

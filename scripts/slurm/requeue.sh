@@ -2,7 +2,7 @@
 
 # What the user gave, for the command that submits the job again.
 GIVEN=""
-for name in MODULES NCCL_NET SRUN_FLAGS LAUNCHER CONTAINER CONTAINER_RUNTIME CONTAINER_MOUNTS; do
+for name in MODULES NCCL_NET SRUN_FLAGS NNODES PET_RDZV_CONF LAUNCHER CONTAINER CONTAINER_RUNTIME CONTAINER_MOUNTS; do
     if [ -n "${!name+set}" ]; then GIVEN+="$name=$(printf '%q' "${!name}") "; fi
 done
 
@@ -14,6 +14,7 @@ resubmit_command() {
     options+=" --ntasks-per-node=$RANKS_PER_NODE${SLURM_CPUS_PER_TASK:+ --cpus-per-task=$SLURM_CPUS_PER_TASK}"
     options+="${SLURM_GPUS_PER_NODE:+ --gpus-per-node=$SLURM_GPUS_PER_NODE}"
     options+="${SLURM_GPUS_PER_TASK:+ --gpus-per-task=$SLURM_GPUS_PER_TASK}"
+    options+="${ELASTIC:+ --no-kill}"
     echo "cd $PWD && CONFIG_FILE=${CONFIG_FILE:-} ${GIVEN}sbatch --nodes=$SLURM_JOB_NUM_NODES$options" \
         "${script:-JOB_FILE}$(printf ' %q' "$@")"
 }

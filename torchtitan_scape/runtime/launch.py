@@ -117,6 +117,7 @@ class LocalRanks:
         """Return the rendezvous for torchrun's agent."""
         try:
             last_call = parameters.get_as_int("last_call_timeout", 30)
+            join = parameters.get_as_int("join_timeout", 0)
         except ValueError as error:
             raise WrongEndpointError(f"PET_RDZV_CONF: {error}") from None
         counts = json.loads(os.environ.get(NODE_COUNTS) or f"[{parameters.max_nodes}]")
@@ -128,6 +129,7 @@ class LocalRanks:
             float(last_call or 0),
             on_join=lambda: self.send(signal.SIGUSR1),
             expected=int(os.environ.pop(EXPECTED_NODES, 0)),
+            join=float(join or 0),
         )
         return self.rendezvous
 
@@ -207,7 +209,7 @@ def main() -> None:
     # torchrun would leave a folder with the output of all ranks in /tmp.
     output = Path(tempfile.mkdtemp(prefix="scape-"))
 
-    def finish(code: int, ended_elsewhere: bool = False) -> NoReturn:
+    def finish(code: int, final: bool = False) -> NoReturn:
         with finished:  # Never released: this process exits or is replaced.
             shutil.rmtree(output, ignore_errors=True)
             if code == STOPPED and ranks.regroups:
@@ -215,18 +217,19 @@ def main() -> None:
                 os.environ.setdefault("SCAPE_RESTARTS", "0 -1")
                 os.environ[EXPECTED_NODES] = str(ranks.rendezvous.regroups)
                 _reexecute()
-            if code == LOST and ranks.requested is None and limit and not ended_elsewhere:
+            if code == LOST and ranks.requested is None and limit and not final:
                 _restart(limit, progress)
             if ranks.rendezvous is not None:
                 ranks.rendezvous.close(code)
-            progress.unlink(missing_ok=True)
+            if progress.name.startswith("scape-"):  # not the file of a Slurm job
+                progress.unlink(missing_ok=True)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
     ranks = LocalRanks(stop_seconds, finish)
     rendezvous_handler_registry.register(BACKEND, ranks.create_rendezvous)
-    code, ended_elsewhere = 0, False
+    code, final = 0, False
     try:
         with replaced(launcher_api, "LocalElasticAgent", ranks.agent()):
             torchrun([f"--log_dir={output}", *sys.argv[1:]])
@@ -240,13 +243,14 @@ def main() -> None:
         code = WRONG_INPUT
         _print_line(str(error))
     except RunEndedError as error:
-        code, ended_elsewhere = error.code, True
+        code, final = error.code, True
         _print_line(str(error), error=code != 0)
     except (RendezvousError, RuntimeError, TimeoutError) as error:
         ranks.pids = []
         code = _exit_code(ranks.codes())  # The agent has waited for the ranks, if any were started.
+        final = isinstance(error, RendezvousError)  # A restart would wait for the same nodes again.
         _print_line(f"the rendezvous of the launchers failed or was lost: {' '.join(str(error).split())}")
-    finish(code, ended_elsewhere)
+    finish(code, final)
 
 
 def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:

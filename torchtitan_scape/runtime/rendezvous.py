@@ -38,7 +38,7 @@ _Record = TypeVar("_Record")
 BACKEND = "launchers"
 DEFAULT_PORT = 29400
 PORT_SECONDS = 60.0  # Time for another program to release the port.
-JOIN_SECONDS = 600.0  # Time for all nodes to join.
+JOIN_SECONDS = 600.0  # Time for all nodes to join, by default.
 REPORT_SECONDS = 30.0  # Interval of the lines about missing nodes.
 SILENT_SECONDS = 5.0  # Without a heartbeat for so long, a node has left.
 _POLL_SECONDS = 0.2
@@ -91,6 +91,7 @@ class LauncherRendezvous(RendezvousHandler):
         on_join: called once on node 0, if waiting nodes make a larger number of nodes usable.
         expected: number of nodes with which the run restarts, if it was stopped for nodes that wait; they have
             `_EXPECTED_CALLS` times `last_call`, because a launcher that starts slowly would stop the run again.
+        join: seconds for the smallest number of nodes to join; by default `JOIN_SECONDS`.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class LauncherRendezvous(RendezvousHandler):
         last_call: float = 30.0,
         on_join: Callable[[], None] = lambda: None,
         expected: int = 0,
+        join: float = 0.0,
     ) -> None:
-        self._endpoints = [("127.0.0.1", 0)]
+        self._endpoints, self._join = [("127.0.0.1", 0)], join or JOIN_SECONDS
         if counts[-1] > 1:
             self._endpoints = [parse_rendezvous_endpoint(one, DEFAULT_PORT) for one in endpoints.split(",")]
         self._host, self._port = self._endpoints[0]
@@ -149,19 +151,19 @@ class LauncherRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until enough nodes have joined. Raises RunEndedError if the run ended without this node."""
-        deadline = time.monotonic() + JOIN_SECONDS
+        deadline = time.monotonic() + self._join
         while True:
             store, served = self._open(deadline)
             earlier = self._endpoints[: served or 0]
             node = Node(socket.gethostname(), self._own_address(), ", ".join(map(str, self._counts)))
             joining = _Joining(store, node, served is not None, self._where, self._say, self._counts)
-            joining.expected, joining.last_call = self._expected, self._last_call
+            joining.expected, joining.last_call, joining.join = self._expected, self._last_call, self._join
             joining.superseded = lambda: not all(map(silence, earlier))  # noqa: B023
             try:
                 rank, nodes = joining.attend(deadline)
             except LostStoreError as error:
                 if joining.waited:
-                    deadline, self._expected = time.monotonic() + JOIN_SECONDS, joining.expected
+                    deadline, self._expected = time.monotonic() + self._join, joining.expected
                 if time.monotonic() >= deadline:
                     raise RendezvousError(f"the launcher at {self._where} was lost: {error}") from None
                 self._say(f"the launcher at {self._where} has ended; waiting for its restart")
@@ -217,7 +219,7 @@ class LauncherRendezvous(RendezvousHandler):
             where = " and ".join(reasons)
             if now >= deadline:
                 raise RendezvousError(
-                    f"no launcher answers at {where} after {JOIN_SECONDS:.0f} s; start the run on that host too, and "
+                    f"no launcher answers at {where} after {self._join:.0f} s; start the run on that host too, and "
                     "open the port between the nodes"
                 )
             if now - reported >= REPORT_SECONDS:
@@ -285,7 +287,8 @@ class _Joining:
         self._described: dict[int, Node] = {}
         self._enough_since: float | None = None
         self.waited = False  # The run had started without this node.
-        self.expected, self.last_call, self.superseded = 0, 0.0, lambda: False  # See `LauncherRendezvous`.
+        self.expected, self.last_call, self.join = 0, 0.0, 0.0  # See `LauncherRendezvous`.
+        self.superseded = lambda: False
 
     def attend(self, deadline: float) -> tuple[int, int]:
         """Return this node's rank and the number of nodes."""
@@ -326,7 +329,7 @@ class _Joining:
                 raise RunEndedError(int(store.get("ended")))
             if now >= deadline and not self.waited:
                 raise RendezvousError(
-                    f"{self._status(group)} after {JOIN_SECONDS:.0f} s; start the others with the same "
+                    f"{self._status(group)} after {self.join:.0f} s; start the others with the same "
                     "NNODES and RDZV_ENDPOINT, and open the port between the nodes"
                 )
             if now - reported >= REPORT_SECONDS and (not self.waited or self._status(group) != status):

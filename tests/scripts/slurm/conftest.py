@@ -9,9 +9,10 @@ from scripts.slurm_cluster import SlurmCluster, SlurmError
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[SlurmCluster]:
+def slurm(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """A cluster of two nodes, or of as many as the constant NODES of the file."""
     try:
-        with SlurmCluster(2, node_timeout=10, kill_wait=5) as cluster:
+        with SlurmCluster(getattr(request.module, "NODES", 2), node_timeout=10, kill_wait=5) as cluster:
             yield cluster
     except (SlurmError, ClusterError) as error:
         pytest.skip(str(error))

@@ -62,7 +62,7 @@ class Job:
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def wait(self, until: Callable[[], object], what: str, seconds: float = 240.0) -> None:
+    def wait(self, until: Callable[[], object], what: str, seconds: float = 900.0) -> None:
         deadline = time.monotonic() + seconds
         while not until():
             ended = self.state() in ENDED and not until()  # The state may change between both.

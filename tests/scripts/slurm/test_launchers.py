@@ -75,6 +75,7 @@ def test_ranks_of_mpi_are_those_of_srun(launcher: str, variables: str, tmp_path:
         ({"LAUNCHER": "mpirun", "VARIABLES": "none"}, "set none of OMPI_COMM_WORLD_RANK, PMIX_RANK and PMI_RANK"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "cyclic"}, "but ranks must fill one node after the other"),
         ({"LAUNCHER": "mpirun", "VARIABLES": "MPICH"}, "/mpirun is not that of Open MPI; use srun or ibrun"),
+        ({"LAUNCHER": "ibrun", "NNODES": "1:2"}, "NNODES=1:2 needs LAUNCHER=srun, not ibrun"),
         ({"REQUEUE": "yes"}, "REQUEUE=yes; it must be 0 or 1"),
         ({"BROADCAST_NODES": "many"}, "BROADCAST_NODES=many; it must be a number of nodes"),
     ],

@@ -292,6 +292,10 @@ def test_a_failing_rank_ends_all_ranks_soon(tmp_path: Path) -> None:
         ({"CONFIG_FILE": EMBEDDED, "REQUEUE_LIMIT": "never"}, "REQUEUE_LIMIT=never; it must be a number, 0 or more"),
         ({"CONFIG_FILE": EMBEDDED, "LOG_RANK": "all"}, "LOG_RANK=all; it must be ranks with commas"),
         ({"CONFIG_FILE": EMBEDDED, "MASTER_PORT": "auto"}, "MASTER_PORT=auto; it must be a number"),
+        ({"CONFIG_FILE": EMBEDDED, "NNODES": "2:"}, "NNODES=2:; it must be a smallest and a largest number of nodes"),
+        ({"CONFIG_FILE": EMBEDDED, "NNODES": "3:4"}, "NNODES=3:4, but the job has 2 node(s); submit it with sbatch"),
+        ({"TRAIN_SCRIPT": REPORT, "NNODES": "1:2"}, "NNODES=1:2 starts the trainer; it cannot start TRAIN_SCRIPT"),
+        ({"CONFIG_FILE": EMBEDDED, "NNODES": "1:2", "SLURM_GPUS_PER_TASK": "1"}, "needs all GPUs of the node"),
     ],
 )
 def test_a_job_that_cannot_start_names_the_reason(environment: dict[str, str], message: str, tmp_path: Path) -> None:
