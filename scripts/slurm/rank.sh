@@ -60,16 +60,22 @@ from_mpi() {
     export RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE="$per_node"
 }
 
-# Ends a job that has lost its first node, and with it the batch script: Slurm would keep it until its time limit.
+# Ends a job that has lost its first node, and with it the batch script: Slurm would keep it until its time limit. While
+# that node does not respond, waits until it does or Slurm removes it from the job.
 end_without_batch_script() {
     local job host nodes
-    job=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) || return 0
-    host=$(sed -n 's/^ *BatchHost=//p' <<<"$job")
-    nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")" | tr '\n' ' ')
-    if [[ " $nodes" == *" $host "* && "$(sinfo -h -n "$host" -o %t)" != *\** ]]; then return; fi
-    echo "node $host is lost, and with it the batch script; canceling job $SLURM_JOB_ID"
-    sleep 20 # the launchers of other nodes end
-    scancel "$SLURM_JOB_ID"
+    while job=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null); do
+        host=$(sed -n 's/^ *BatchHost=//p' <<<"$job")
+        nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")" | tr '\n' ' ')
+        if [[ " $nodes" != *" $host "* ]]; then
+            echo "node $host is lost, and with it the batch script; canceling job $SLURM_JOB_ID"
+            sleep 20 # the launchers of other nodes end
+            scancel "$SLURM_JOB_ID"
+            return
+        fi
+        if [[ "$(sinfo -h -n "$host" -o %t)" != *\** ]]; then return; fi
+        sleep 10
+    done
 }
 
 # Runs the launcher of this node in an elastic job, and records its exit code for launch.sh.

@@ -139,17 +139,24 @@ class LocalRanks:
 
     def watch(self) -> None:
         """End this launcher some time after its ranks, because the agent may wait for a node that does not respond."""
-        known, since = failure_known(*self.store) if self.across_nodes else lambda: False, 0.0
+        if self.across_nodes:  # In a thread of its own: the store does not respond if its host is lost.
+            threading.Thread(target=self._end_after_failure, name="failure", daemon=True).start()
         while None in self.codes():
             time.sleep(1.0)
-            if since == 0.0 and known():
-                since = time.monotonic()
-            if since and time.monotonic() - since > END_SECONDS:  # They had time to report it and to end.
-                self.send(signal.SIGKILL)
         if self.codes() != {0}:
             time.sleep(AGENT_SECONDS)
             _print_line("the ranks have ended, and the other nodes' launchers do not respond")
             self._finish(_exit_code(self.codes()))
+
+    def _end_after_failure(self) -> None:
+        """End the ranks if they still run some time after a failure was reported, for example halted ones."""
+        known = failure_known(*self.store)
+        while None in self.codes() and not known():
+            time.sleep(1.0)
+        time.sleep(END_SECONDS)  # They have time to report it and to end.
+        while None in self.codes():
+            self.send(signal.SIGKILL)
+            time.sleep(1.0)
 
     def send(self, number: signal.Signals) -> None:
         for pid in self.pids:

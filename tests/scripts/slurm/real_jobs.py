@@ -77,9 +77,12 @@ class Job:
         self.wait(lambda: self.state() in ENDED, "the end")
 
     def start_now(self) -> None:
-        """Start a requeued job, which Slurm would do after two minutes."""
+        """Start a requeued job, which Slurm would do after two minutes.
+
+        Not within the same second: nodes refuse the credential of a job that was revoked then.
+        """
         self.wait(lambda: self.state() == "PENDING", "the requeue")
-        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
 
 def checkpoint(folder: Path, step: int) -> Path:
