@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -144,6 +145,26 @@ def test_restarts_are_counted_until_one_makes_progress(
     progress.unlink()
     monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     assert fails(None) and fails(None) and not fails(None), "not one step"
+
+
+def test_a_launcher_ends_although_the_host_of_its_store_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a loss of power: requests to the store wait until TCP gives up, in torchrun's agent too."""
+    asked, codes = threading.Event(), []
+
+    def no_response() -> bool:
+        asked.set()
+        time.sleep(600)
+        return False
+
+    ranks = launch.LocalRanks.__new__(launch.LocalRanks)
+    ranks.across_nodes, ranks.store, ranks.pids, ranks._finish = True, ("", 0), [], codes.append
+    monkeypatch.setattr(launch.LocalRanks, "codes", lambda self: {launch.LOST if asked.is_set() else None})
+    monkeypatch.setattr(launch, "failure_known", lambda address, port: no_response)
+    monkeypatch.setattr(launch, "AGENT_SECONDS", 0.1)
+    watch = threading.Thread(target=ranks.watch, daemon=True)
+    watch.start()
+    watch.join(30)
+    assert codes == [launch.LOST]
 
 
 @pytest.mark.slow
