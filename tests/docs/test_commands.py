@@ -41,7 +41,7 @@ PLANS = [command for command in COMMANDS if command.arguments[:2] == ["-m", "tor
 SEVERAL_HOSTS = ("NNODES", "RDZV_ENDPOINT")
 # Options of other programs, which a command may contain before the module that they start.
 TORCHRUN = re.compile(r"--(nproc_per_node|nnodes|rdzv_backend|rdzv_endpoint)=[\w:]+")
-SBATCH = re.compile(r"--nodes=\d+")
+SBATCH = re.compile(r"--nodes=\d+|--no-kill")
 
 
 class Parsed(BaseException):
