@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_scape.runtime import liveness
+from torchtitan_scape.runtime.listening import from_json, to_json
 from torchtitan_scape.runtime.liveness import LOST, Failure, Liveness, Place
-from torchtitan_scape.runtime.rendezvous import from_json, to_json
 
 
 @pytest.fixture

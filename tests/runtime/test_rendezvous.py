@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from torchtitan_scape.runtime import rendezvous
-from torchtitan_scape.runtime.rendezvous import LauncherRendezvous, RunEndedError, WrongEndpointError
+from torchtitan_scape.runtime import listening, rendezvous
+from torchtitan_scape.runtime.listening import WrongEndpointError
+from torchtitan_scape.runtime.rendezvous import LauncherRendezvous, RunEndedError
 
 JOIN_SECONDS = 4.0
 
@@ -280,11 +281,11 @@ def test_rank_0_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = int(other.getsockname()[1])
-        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 0.5)
+        monkeypatch.setattr(listening, "PORT_SECONDS", 0.5)
         with pytest.raises(SystemExit, match=f"error: MASTER_PORT={port} has been in use on .*; set it to a free port"):
-            rendezvous.listen_when_free("127.0.0.1", port)
-        monkeypatch.setattr(rendezvous, "PORT_SECONDS", 30.0)
+            listening.listen_when_free("127.0.0.1", port)
+        monkeypatch.setattr(listening, "PORT_SECONDS", 30.0)
         threading.Timer(0.5, other.close).start()
-        served = rendezvous.listen_when_free("127.0.0.1", port)
+        served = listening.listen_when_free("127.0.0.1", port)
     assert served is not None and served.getsockname()[1] == port
     served.close()

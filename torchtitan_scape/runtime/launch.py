@@ -37,8 +37,9 @@ from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 
 from torchtitan_scape.core.patching import replaced
+from torchtitan_scape.runtime.listening import WrongEndpointError
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, failure_known, report_failure_of
-from torchtitan_scape.runtime.rendezvous import BACKEND, LauncherRendezvous, RunEndedError, WrongEndpointError
+from torchtitan_scape.runtime.rendezvous import BACKEND, LauncherRendezvous, RunEndedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Exit codes of a rank that has reported its reason to the other ranks.

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from torchtitan_scape.runtime.rendezvous import WrongEndpointError, from_json, listen_when_free, to_json
+from torchtitan_scape.runtime.listening import WrongEndpointError, from_json, listen_when_free, to_json
 
 logger = logging.getLogger(__name__)
 
