@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 for _name in (
     "torchtitan_scape.titan",  # selects the device before a test imports TorchTitan
     "tests.training",
-    "torchtitan_scape.runtime.launch",
+    "torchtitan_scape.runtime.launcher",
     "torchtitan_scape.trainer.command",
     "torch.utils.tensorboard",
 ):

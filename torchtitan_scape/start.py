@@ -8,7 +8,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 
 from torchtitan_scape.config.recipes import split_names
 from torchtitan_scape.core.files import packaged
+from torchtitan_scape.runtime import launch
 
 EMBEDDED = "train_configs/embedded.toml"
 
@@ -132,10 +132,6 @@ def main() -> None:
     if find_spec("torchtitan") is None:  # every rank would report it
         raise ModuleNotFoundError("No module named 'torchtitan'", name="torchtitan")
     arguments = elastic_arguments([*arguments, *given])
-    # Threads that torch starts when it is imported must not receive the signals that the launcher waits for.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
-    from torchtitan_scape.runtime import launch
-
     program = os.environ.get("TRAIN_PROGRAM") or "torchtitan_scape.train"
     sys.argv[1:] = [*launcher, "-m", program, *arguments]
     launch.main()

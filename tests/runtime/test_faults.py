@@ -20,7 +20,7 @@ from tests.runtime.test_launch import SMALL
 from tests.scripts.test_emulated_cluster import Cluster, works  # noqa: F401
 from tests.server import Process
 from tests.training import EMBEDDED, train
-from torchtitan_scape.runtime import launch
+from torchtitan_scape.runtime import launcher
 
 STEPS = 16
 # The recipe with the size of the tests.
@@ -123,8 +123,8 @@ def test_restarts_are_counted_until_one_makes_progress(
     def reexecute() -> None:
         raise StartedAgain
 
-    monkeypatch.setattr(launch, "_reexecute", reexecute)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launcher, "_reexecute", reexecute)
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("SCAPE_RESTARTS", "0 -1")
     progress = tmp_path / "progress"
 
@@ -134,7 +134,7 @@ def test_restarts_are_counted_until_one_makes_progress(
             with open(progress, "a") as file:
                 file.write(f"resumed {resumed}\n")
         try:
-            launch._restart(2, progress)
+            launcher._restart(2, progress)
         except StartedAgain:
             return True
         return False
@@ -156,15 +156,15 @@ def test_a_launcher_ends_although_the_host_of_its_store_does_not_respond(monkeyp
         time.sleep(600)
         return False
 
-    ranks = launch.LocalRanks.__new__(launch.LocalRanks)
+    ranks = launcher.LocalRanks.__new__(launcher.LocalRanks)
     ranks.across_nodes, ranks.store, ranks.pids, ranks._finish = True, ("", 0), [], codes.append
-    monkeypatch.setattr(launch.LocalRanks, "codes", lambda self: {launch.LOST if asked.is_set() else None})
-    monkeypatch.setattr(launch, "failure_known", lambda address, port: no_response)
-    monkeypatch.setattr(launch, "AGENT_SECONDS", 0.1)
+    monkeypatch.setattr(launcher.LocalRanks, "codes", lambda self: {launcher.LOST if asked.is_set() else None})
+    monkeypatch.setattr(launcher, "failure_known", lambda address, port: no_response)
+    monkeypatch.setattr(launcher, "AGENT_SECONDS", 0.1)
     watch = threading.Thread(target=ranks.watch, daemon=True)
     watch.start()
     watch.join(30)
-    assert codes == [launch.LOST]
+    assert codes == [launcher.LOST]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.test_launch import ROOT
-from torchtitan_scape.runtime.launch import Output
+from torchtitan_scape.runtime.launcher import Output
 
 RANK = """
 import signal, sys, time
@@ -34,8 +34,11 @@ while True:
 def test_a_run_outlives_its_terminal_and_ends_with_the_code_of_a_stop(nohup: bool, tmp_path: Path) -> None:
     """Its output has no reader any more, which is no error. SIGHUP stops the run, unless it was started with nohup.
 
-    The tests themselves may run under nohup, whose setting the launcher would inherit.
+    The tests themselves may run under nohup, whose setting the launcher would inherit. Without OMP_NUM_THREADS the
+    libraries that torch loads start threads, one of which received the signal: the run ended with code 1, unsaved.
     """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS", None)
     (tmp_path / "rank.py").write_text(RANK)
     saved = tmp_path / "saved"
     process, terminal = pty.fork()
@@ -45,7 +48,7 @@ def test_a_run_outlives_its_terminal_and_ends_with_the_code_of_a_stop(nohup: boo
         os.execve(
             sys.executable,
             [*launcher, str(tmp_path / "rank.py"), str(saved)],
-            {**os.environ, "PYTHONPATH": str(ROOT)},
+            environment,
         )
     shown = b""
     while b"ready" not in shown:
@@ -74,12 +77,14 @@ def test_a_signal_during_the_start_of_the_ranks_stops_them(tmp_path: Path) -> No
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "launcher.py").write_text(
         "import os, signal, time\n"
+        "from torchtitan_scape.runtime.launch import SIGNALS, main\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n"
         "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
         "start = LocalElasticAgent._start_workers\n"
         "def slow(self, group):\n    found = start(self, group)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(3)\n    return found\n"
         "LocalElasticAgent._start_workers = slow\n"
-        "from torchtitan_scape.runtime.launch import main\nmain()\n"
+        "main()\n"
     )
     command = [sys.executable, str(tmp_path / "launcher.py"), "--nproc_per_node=1", str(tmp_path / "rank.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
