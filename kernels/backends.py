@@ -117,11 +117,6 @@ def muon_passes(backend: str) -> Any:
     return dense.TorchMuon()
 
 
-def outer_step(backend: str) -> Any:
-    """Return an `OuterStep` of `kernels.dense.triton_passes` on "triton", else None."""
-    return importlib.import_module(".dense.triton_passes", __package__).OuterStep() if backend == "triton" else None
-
-
 def block_code(backend: str, name: str, block: int = BLOCK, scale: torch.dtype = torch.bfloat16) -> BlockCode:
     """Return a block code on "triton" or "torch", with the same bits; see `BlockCode`."""
     if backend == "triton":

@@ -241,46 +241,6 @@ def move_kernel(
     tl.store(parameters + local, weight + direction * tl.load(factors + 2 * tensor + 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["learning_rate", "mu", "mix", "rest"])
-def outer_kernel(
-    tiles,
-    table,
-    learning_rate,
-    mu,
-    mix,
-    rest,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED_TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr,
-    MIXES: tl.constexpr,
-):
-    """Take the outer step of local updates with the mean displacements, GRADIENT; see `OuterStep`.
-
-    STATE: address of the anchor. VARIANCE: that of the outer momentum with HAS_MOMENTUM.
-    """
-    tensor, _, first, left = tile_of(tiles, table, BLOCK)
-    local, inside = entries_of_tile(left, TILE, ALIGNED_TILE)
-    anchors = pointer(table, tensor, STATE, tl.float32, ALIGNED_TILE) + first
-    parameters = pointer(table, tensor, PARAMETER, DTYPE, ALIGNED_TILE) + first
-    means = pointer(table, tensor, GRADIENT, tl.float32, ALIGNED_TILE) + first
-    update = tl.load(means + local, mask=inside, other=0.0)
-    none = tl.zeros_like(update)
-    if HAS_MOMENTUM:
-        momenta = pointer(table, tensor, VARIANCE, tl.float32, ALIGNED_TILE) + first
-        momentum = tl.load(momenta + local, mask=inside, other=0.0) * mu + update
-        tl.store(momenta + local, momentum, mask=inside)
-        update = tl.fma(momentum, none + mu, update)
-    shared = tl.fma(update, none - learning_rate, tl.load(anchors + local, mask=inside, other=0.0))
-    tl.store(anchors + local, shared, mask=inside)
-    own = shared
-    if MIXES:
-        kept = tl.load(parameters + local, mask=inside, other=0.0).to(tl.float32) * mix
-        own = tl.fma(shared, none + rest, kept.to(DTYPE).to(tl.float32))
-    tl.store(parameters + local, own.to(DTYPE), mask=inside)
-
-
 # Entries per tile and per warp.
 _TILE, _WARP = 2048, 256
 _MOST_LISTS = 64  # of sizes
@@ -513,48 +473,3 @@ class TritonMuon:
         for listed, full, _ in lists:
             tables.launch(move_kernel, listed, full, on_device, applied, moved=moved / len(lists))
         written.store()
-
-
-class OuterStep:
-    """The outer step of local updates in place, one launch for each dtype; specified by `methods.local_updates`.
-
-    v = mu v + mean, anchor -= rate (mean + mu v), theta = mix theta + (1 - mix) anchor. A product is rounded together
-    with its sum where PyTorch does so on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self._tables = TensorTables()
-
-    def __call__(
-        self,
-        anchors: Sequence[Tensor],
-        thetas: Sequence[Tensor],
-        velocities: Sequence[Tensor],
-        means: Sequence[Tensor],
-        rate: float,
-        mu: float,
-        mix: float,
-    ) -> None:
-        """Take the step. Tensors are contiguous.
-
-        Args:
-            anchors: FP32.
-            thetas: Any dtypes of the kernels.
-            velocities: FP32; empty without momentum.
-            means: FP32.
-            rate, mu, mix: Outer learning rate, momentum, and the share of the old parameters.
-        """
-        tables, columns = self._tables.of(anchors), (means, thetas, anchors, *([velocities] if velocities else []))
-        moved = 12 + 8 * bool(velocities) + (2 if mix else 1) * thetas[0].element_size()
-        lists = tables.lists(columns, (thetas,))
-        for listed, full, (dtype,) in lists:
-            tables.launch(
-                outer_kernel,
-                listed,
-                full,
-                *(rate, mu, mix, 1.0 - mix),
-                moved=moved * tables.entries / len(lists),
-                DTYPE=DTYPES[dtype],
-                HAS_MOMENTUM=bool(velocities),
-                MIXES=mix != 0.0,
-            )

@@ -31,7 +31,6 @@ from torchtitan_scape.kernels.backends import (
     cosine_passes,
     exchange_passes,
     masked_payload,
-    outer_step,
     scape_passes,
     tagc_passes,
     topk_passes,
@@ -156,10 +155,6 @@ def _take_steps(quick: bool) -> None:
     for name, block, dtype in exchanged:
         _exchange_step(name, block, dtype)
     _masked_step()
-    for velocity in ([], [torch.zeros(4100)]):
-        for mix in (0.0, 0.5):
-            anchor, theta, mean = ([torch.zeros(4100)] for _ in range(3))
-            outer_step("triton")(anchor, theta, velocity, mean, 0.7, 0.9, mix)
     _tagc_step()
     for form in ("float32", "2bit") if quick else ("float32", "2bit", "1bit"):
         for entries in (4096, 5000):

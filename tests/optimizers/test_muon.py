@@ -286,7 +286,7 @@ def test_the_planner_divides_the_work_and_counts_the_exchange() -> None:
 
 
 def optimizer_bytes_seconds(workload: Workload, shard: int) -> float:
-    """Return the time of Muon's passes and the gradients' copies, as `predict` has it without measured rates."""
+    """Return the time of Muon's passes and the gradients' copies, as `predict` has it."""
     nbytes = get_optimizer_cost("Muon").traffic(workload.local(shard))
     nbytes += DenseOptions().memory_traffic(workload.local(shard), 16 // shard, several_levels=shard == 1)[1]
     return nbytes / (get_machine("frontier").device.memory_bandwidth * 1e9 * Assumptions().memory_efficiency)

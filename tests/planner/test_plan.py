@@ -13,9 +13,8 @@ from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
-from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.planner import candidates as planner_candidates
-from torchtitan_scape.planner import plan, step
+from torchtitan_scape.planner import plan
 from torchtitan_scape.planner.candidates import (
     COMPARED,
     COMPRESSED,
@@ -29,7 +28,6 @@ from torchtitan_scape.planner.candidates import (
     break_even_bandwidth,
     by_nodes,
     candidates,
-    lower_memory_variants,
     make_request,
 )
 from torchtitan_scape.planner.plan import main, report
@@ -139,24 +137,6 @@ def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
     assert line.endswith(f"does not fit: {coded.memory / 1e9:.1f} GB a rank at least")
     with pytest.raises(ValueError, match="a rank at least"):
         advise(replace(case, assumptions=Assumptions(usable_memory=0.01)))
-
-
-@pytest.mark.usefixtures("without_quantized_update")
-def test_lower_memory_variants_state_their_cost() -> None:
-    case = make_request(
-        "dgx-a100", 8, "llama_1_8b", network_bandwidth=0.02, assumptions=Assumptions(usable_memory=0.082)
-    )
-    sparse = advise(case).compressed
-    assert isinstance(sparse.method.options, ScapeOptions)
-    offload, gather, both = lower_memory_variants(case, sparse)
-    assert both.memory < offload.memory < sparse.memory and both.memory < gather.memory < sparse.memory
-    assert both.layout == sparse.layout and both.micro_batch == sparse.micro_batch
-    # The state is copied to the host and back once. Without the copies the passes take less time.
-    n = 4 * case.workload.parameters / sparse.layout.shard
-    assert n * 2 / 31.5e9 <= offload.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
-    assert n * 2 / 31.5e9 <= both.prediction.optimizer <= n * 2 / 31.5e9 + sparse.prediction.optimizer
-    text = "\n".join(report(case))
-    assert "With less memory" in text and f"{offload.method.name}: " in text and "GB on the host" in text
 
 
 def test_the_micro_batch_is_the_largest_divisor_that_fits() -> None:
@@ -304,11 +284,7 @@ def test_recommended_keys_exist_in_the_configuration() -> None:
         assert seen >= 7
 
 
-def test_measured_links_replace_presets(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without measured times of the optimizer's passes."""
-    monkeypatch.setattr(step, "STORED", tmp_path / "none")
+def test_measured_links_replace_presets(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     links = {
         "schema": "topology.preflight/1",
         "memory_bandwidth": 1e12,

@@ -36,4 +36,3 @@ def test_the_copied_files_make_a_complete_package(tmp_path: Path) -> None:
     found = set(zipfile.ZipFile(wheel).namelist())
     needed = ("kernels/backends.py", "topology/layout.py", "train_configs/machines/h100.toml", "train.py")
     assert {f"torchtitan_scape/{name}" for name in needed} <= found
-    assert any(name.startswith("torchtitan_scape/planner/measured/") for name in found)

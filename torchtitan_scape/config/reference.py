@@ -195,10 +195,6 @@ def _entry(key: Key) -> str:
     return f"- `{key.name}` ({', '.join(facts)})" + (f": {key.description}.\n" if key.description else "\n")
 
 
-if __name__ == "__main__":
-    print(page(), end="")
-
-
 def help_text(topic: str = "") -> str:
     """Return the help on a section, on "all" of them, or the list of sections. Raises ValueError for an unknown one.
 
@@ -255,3 +251,7 @@ def _wrapped(text: str, first: str, others: str | None = None) -> str:
     return textwrap.fill(
         text, WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

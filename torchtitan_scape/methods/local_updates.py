@@ -10,14 +10,13 @@ subclass, has another outer step.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchtitan_scape.core.parameters import Shard, stored
 from torchtitan_scape.core.tensors import flat
-from torchtitan_scape.kernels.backends import TRITON_DTYPES, outer_step
 from torchtitan_scape.kernels.common.offload import host_tensors
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
@@ -31,13 +30,11 @@ class _Fragment:
 
     Attributes:
         averaging: The method that averages their displacements.
-        outer_step: An `OuterStep` of `kernels.dense.triton_passes`, if a kernel takes it.
     """
 
     number: int
     shards: list[Shard]
     averaging: GradientMethod
-    outer_step: Any
 
 
 @dataclass
@@ -79,14 +76,9 @@ class LocalUpdates(LocalMethod):
 
     The method of `options.averaging()` averages the displacements. Its residual is a residual of displacements here.
 
-    Class attributes:
-        has_outer_kernel: `kernels.dense.triton_passes.OuterStep` is the outer step.
-
     Attributes:
         in_flight_kind: kind of the state with the results of running exchanges.
     """
-
-    has_outer_kernel: ClassVar[bool] = True
 
     def __init__(self, context: MethodContext, options: LocalOptions) -> None:
         super().__init__(context, options)
@@ -102,8 +94,7 @@ class LocalUpdates(LocalMethod):
             if shards:  # a model may have fewer layers
                 averaged = implementation_of(averaging)(replace(context, shards=shards, gradient_scale=1.0), averaging)
                 assert isinstance(averaged, GradientMethod)
-                kernel = outer_step(self.backend) if self.has_outer_kernel and not options.host else None
-                self._fragments.append(_Fragment(number, shards, averaged, kernel))
+                self._fragments.append(_Fragment(number, shards, averaged))
         self._in_flight: list[_FragmentInFlight] = []
 
     def _zeros(self, host: bool) -> dict[str, Tensor]:
@@ -169,17 +160,9 @@ class LocalUpdates(LocalMethod):
         """Run the outer step with the result of an exchange, and update this replica's parameters."""
         shards, means = exchange.shards, exchange.wait()
         self.scale_means({shard.name: mean for shard, mean in zip(shards, means, strict=True)})
-        thetas = [stored(shard.parameter) for shard in shards]
-        anchors = [self._anchors[shard.name] for shard in shards]
-        momenta = [self._momenta[shard.name] for shard in shards] if self._momenta else []
-        kernel = exchange.fragment.outer_step
-        if kernel is not None and shards and all(theta.dtype in TRITON_DTYPES for theta in thetas):
-            kernel(anchors, thetas, momenta, means, self.options.outer_lr, self.options.outer_momentum, mix)
-        else:
-            for theta, anchor, momentum, mean in zip(
-                thetas, anchors, momenta or [None] * len(means), means, strict=True
-            ):
-                self._step(theta, anchor, momentum, mean, mix)
+        for shard, mean in zip(shards, means, strict=True):
+            name = shard.name
+            self._step(stored(shard.parameter), self._anchors[name], self._momenta.get(name), mean, mix)
         self._in_flight.remove(exchange)
 
     def _step(self, theta: Tensor, anchor: Tensor, momentum: Tensor | None, mean: Tensor, mix: float) -> None:
@@ -316,8 +299,6 @@ class Co2(LocalUpdates):
       stored momentum.
     - First round. There is no stale result at its end: the momentum stays zero, and replicas return to x_{0,0}.
     """
-
-    has_outer_kernel: ClassVar[bool] = False
 
     def move_anchor(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
         moved = mean if momentum is None else momentum.mul_(self.options.outer_momentum).add_(mean)

@@ -6,7 +6,6 @@ The lists of methods at the top are the planner's policy.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.local_options import DilocoOptions
@@ -42,12 +41,6 @@ COMPARED = (
     PlannedRun(QuantizedUpdateOptions(interval=4), "Muon"),
     PlannedRun(SpartaOptions(), "AdamW"),
     PlannedRun(DilocoOptions(code="e2m1", decay=0.9), "Muon"),  # MuLoCo
-)
-# Options of SCAPE that need less memory.
-LOWER_MEMORY: tuple[dict[str, Any], ...] = (
-    {"offload": ["state"]},
-    {"update": "sharded", "weights_dtype": "bfloat16"},
-    {"update": "sharded", "weights_dtype": "bfloat16", "offload": ["state"]},
 )
 SHARDS = (1, 2, 4, 8)
 LARGEST_MICRO_BATCH = 8
@@ -233,15 +226,6 @@ class Advice:
     @property
     def choice(self) -> Candidate:
         return self.compressed if self.compress else self.dense
-
-
-def lower_memory_variants(case: PlanRequest, chosen: Candidate) -> list[Candidate]:
-    """Return variants of a SCAPE candidate that need less memory, on its layout; none for other methods."""
-    options = chosen.method.options
-    if not isinstance(options, ScapeOptions):
-        return []
-    runs = [replace(chosen.method, options=replace(options, **changes)) for changes in LOWER_MEMORY]
-    return [replace(chosen, prediction=_predict(case, chosen.layout, m, chosen.micro_batch)) for m in runs]
 
 
 def advise(case: PlanRequest) -> Advice:

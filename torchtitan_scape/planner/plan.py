@@ -34,11 +34,10 @@ from torchtitan_scape.planner.candidates import (
     by_nodes,
     candidates,
     fastest,
-    lower_memory_variants,
     make_request,
 )
 from torchtitan_scape.planner.run import DEFAULT_SAVING, CheckpointCost, Saving, checkpoint_bytes
-from torchtitan_scape.planner.step import Assumptions, for_device
+from torchtitan_scape.planner.step import Assumptions
 from torchtitan_scape.topology.machines import Links, get_machine
 
 DEFAULT = "llama_1_8b"
@@ -70,7 +69,6 @@ def report(
     yield ""
     yield from _table(case)
     yield ""
-    yield from _lower_memory_lines(case, advice)
     yield from _losses(case, advice)
 
 
@@ -88,13 +86,10 @@ def _question(case: PlanRequest) -> Iterator[str]:
     )
     yield f"Links, per rank: {spans} ({case.links.source})"
     memory = "measured" if case.links.memory_bandwidth else f"{100 * a.memory_efficiency:.0f} % of nominal"
-    if a.passes:
-        yield f"The optimizer's passes: {a.passes.describe()}"
-    passes = "" if a.passes else f"memory bandwidth in the optimizer {memory}; "
     yield (
-        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; {passes}"
-        f"{w.recomputation.describe()}; dense and quantized gradients hidden behind the last micro-batch's backward "
-        "pass as far as it lasts"
+        f"Assumed: {100 * a.mfu:.0f} % of {device.peak:g} TFLOP/s in forward and backward; memory bandwidth in "
+        f"the optimizer {memory}; {w.recomputation.describe()}; dense and quantized gradients hidden behind the last "
+        "micro-batch's backward pass as far as it lasts"
     )
 
 
@@ -213,19 +208,6 @@ def _table(case: PlanRequest) -> Iterator[str]:
         )
 
 
-def _lower_memory_lines(case: PlanRequest, advice: Advice) -> Iterator[str]:
-    """Return the variants that need less memory; nothing if there are none."""
-    if not lower_memory_variants(case, advice.compressed):
-        return
-    model = case.workload.local(advice.compressed.layout.shard)
-    yield "With less memory, on the same layout (docs/explanation/memory.md; host copies at the rate of the preset):"
-    for c in (advice.compressed, *lower_memory_variants(case, advice.compressed)):
-        host = sum(c.method.options.host_memory(model, c.layout.replicate).values())
-        host_text = f", {host / 1e9:.1f} GB on the host" if host else ""
-        yield f"- {c.method.name}: {_ms(c.prediction.step)}, {c.memory / 1e9:.1f} GB{host_text}"
-    yield ""
-
-
 def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     yield "Where compression would lose:"
     bandwidth = break_even_bandwidth(case, advice)
@@ -311,7 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab", type=int, default=0, help="of that Llama; 32000 by default")
     add("--ranks-per-node", type=int, default=0, help="the preset's by default")
     add("--links", type=Path, help="JSON of torchtitan_scape.doctor, instead of the preset's links")
-    add("--kernels", type=Path, help="results.json of scripts/gpu_check.sh, or folders of them; results/gpu by default")
     add("--network-bandwidth", type=float, default=0.0, help="measured GB/s of a rank between nodes")
     add("--global-batch", type=int, default=0, help="sequences a step; the model's, rounded to the ranks, by default")
     add("--seq-len", type=int, default=0)
@@ -375,8 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         links = Links.from_json(options.links) if options.links else None
-        machine, (workload, config) = get_machine(options.machine), _model(options)
-        passes = for_device(machine.device, links or Links.from_machine(machine), options.kernels)
+        workload, config = _model(options)
         case = make_request(
             options.machine,
             options.nodes,
@@ -386,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             network_bandwidth=options.network_bandwidth,
             batch=options.global_batch,
             sequence=options.seq_len,
-            assumptions=Assumptions(mfu=options.mfu, passes=passes),
+            assumptions=Assumptions(mfu=options.mfu),
         )
         text = json.dumps(as_json(case), indent=1) if options.json else "\n".join(_report_with_recipe(case, config))
     except ValueError as error:

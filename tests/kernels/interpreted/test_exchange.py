@@ -17,8 +17,8 @@ from tests.kernels.codec.checks import same
 from tests.kernels.exchange_checks import adam, local, quantized, quantized_update, radius, sparta
 from tests.marks import slow
 from tests.methods import test_replaced_storage
-from torchtitan_scape.methods.local_options import Co2Options, DilocoOptions, LocalOptions, StreamingDilocoOptions
-from torchtitan_scape.methods.local_updates import Co2, LocalUpdates
+from torchtitan_scape.methods.local_options import DilocoOptions, LocalOptions, StreamingDilocoOptions
+from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.stages import Handle
 
@@ -134,7 +134,6 @@ def test_quantized_update_that_starts_early_has_the_same_bits(optimizer: str, op
     [
         (LocalUpdates, DilocoOptions(inner_steps=1)),
         slow(LocalUpdates, StreamingDilocoOptions(inner_steps=1, fragments=1, delay=0, mix=0.5, code="float32")),
-        (Co2, Co2Options(inner_steps=1, momentum_clip=0.1)),  # its outer step has no kernel
     ],
 )
 def test_local_updates_equal_pytorch(cls: type[LocalUpdates], options: LocalOptions) -> None:
