@@ -229,10 +229,11 @@ class StateReader:
         key = f"state.{self._shards[0].name}.step"
         if not self.has(key):
             return 0.0
-        entry = cast(TensorStorageMetadata, self._entries[key])
-        steps = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
-        self.fill({key: steps})
-        return float(steps)
+        entry, steps = self._entries[key], dict[str, Any]({key: 0})  # a number in some optimizers
+        if isinstance(entry, TensorStorageMetadata):
+            steps[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
+        load_into(self.path, {"optimizer": steps})
+        return float(steps[key])
 
     # ------------------------------------------------------------------------------------ over replicas
 
@@ -397,9 +398,8 @@ class _Receiver:
             self._load_other_shapes()
         # Bias corrections of moments that begin at zero begin anew as well.
         continues = self.reader.same_class or self.summary.moments_continue
-        applied = self.reader.applied_steps() if continues else 0.0
-        for steps in self.store.steps() if self.store is not None else ():
-            steps.fill_(applied)
+        if self.store is not None:
+            self.store.set_steps(self.reader.applied_steps() if continues else 0.0)
 
     def _load_other_shapes(self) -> None:
         """Load the optimizer's state of other shapes than the parameters', if neither run shards these."""
@@ -471,8 +471,9 @@ class _Receiver:
             moment = added if moment is None else moment + added
         for kind, further in imported.copies.items() if self.reader.same_class else ():
             self.summary.further_continue |= kind in store.moments  # of another replica, perhaps
+            values = self._values(further, row)  # collective, also where another replica has the target
             if (target := store.moments.get(kind, {}).get(shard.name)) is not None:
-                target.copy_(store.within(shard.name, self._values(further, row)))
+                target.copy_(store.within(shard.name, values))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
         if target is None:

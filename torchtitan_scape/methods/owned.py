@@ -16,7 +16,14 @@ from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.pytorch import STEP_HOOKS, create_state, has_step_of, initial_value, state_by_kind
+from torchtitan_scape.optimizers.pytorch import (
+    STEP_HOOKS,
+    create_state,
+    has_step_of,
+    initial_value,
+    set_counter,
+    state_by_kind,
+)
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import Slice
 
@@ -102,7 +109,7 @@ class OwnedParts:
             if before := optimizer.state.get(self.shards[number].parameter):
                 of_part = {kind: _of_part(value, part, self.shards[number]) for kind, value in before.items()}
                 self.optimizer.state[part.shard.parameter] = of_part
-                if isinstance(counter := before.get("step"), Tensor) and not in_dry_run():
+                if (counter := before.get("step")) is not None and not in_dry_run():
                     self.applied.fill_(float(counter))
         create_state(self.optimizer)
         moments, self.others = state_by_kind(self.optimizer, [part.shard for part in self.parts.values()])
@@ -128,8 +135,10 @@ class OwnedParts:
         """
         assert self.optimizer is not None
         parts = [self.parts[i] for i in numbers]
-        for group, rates in zip(self.optimizer.param_groups, self._rates.param_groups, strict=True):
+        groups = list(zip(self.optimizer.param_groups, self._rates.param_groups, strict=True))
+        for group, rates in groups:
             group.update({key: value for key, value in rates.items() if key not in ("params", "param_names")})
+        before = [dict(group) for group, _ in groups]
         # With `betas` to the power of `steps`, bias corrections need the number of steps divided by it.
         self._set_counters(parts, (self.applied.item() - since) / steps)
         try:
@@ -138,6 +147,8 @@ class OwnedParts:
         finally:
             for part in parts:
                 part.shard.parameter.grad = None
+        for (group, rates), old in zip(groups, before, strict=True):  # what a class counts or estimates in its groups
+            rates.update({key: value for key, value in group.items() if value is not old.get(key)})
 
     def _set_counters(self, parts: Sequence[Part], value: float) -> None:
         assert self.optimizer is not None
@@ -146,10 +157,16 @@ class OwnedParts:
         if counters:
             torch._foreach_zero_(counters)
             torch._foreach_add_(counters, value)
+        else:
+            for state in states:
+                set_counter(state, value)
 
     def steps(self) -> list[Tensor]:
-        """Return the counter of applied steps, to be read and set."""
+        """Return the counter of applied steps."""
         return [self.applied]
+
+    def set_steps(self, steps: float) -> None:
+        self.applied.fill_(steps)
 
     def within(self, name: str, values: Tensor) -> Tensor:
         """Return the owned part of a parameter's contiguous local tensor of any shape, (n,)."""
@@ -175,8 +192,14 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
         wholes: Its parameters, by the names of the parts.
 
     Raises:
-        ValueError: It is a subclass of an optimizer of this project with a step of its own.
+        ValueError: It is a subclass of an optimizer of this project with a step of its own, or contains an optimizer.
     """
+    known = isinstance(optimizer, Muon | AdamS | SignSGD)
+    if inner := [] if known else [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]:
+        raise ValueError(
+            f"{type(optimizer).__name__} contains another optimizer, {type(inner[0]).__name__}, which would update "
+            "whole parameters where each replica updates its share; pass the inner one, or use method 'quantized'"
+        )
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         own = [part for part in parts if part.group == index]

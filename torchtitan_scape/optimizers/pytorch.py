@@ -44,7 +44,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create the state that parameters lack, as it is before the first step.
 
     PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
-    Neither weights, param groups nor the state of other parameters change.
+    Neither weights, param groups nor the state of other parameters change, also if another class counts in its groups,
+    or changes weights although its rates are 0.
 
     Raises:
         ValueError: the state of this class does not start from zeros.
@@ -61,6 +62,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 0.7310585786}  # with eps = 0 the step would compute 0 / 0
     kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     gradients = [p.grad for p in parameters]
+    known = type(optimizer).__module__.startswith(("torch.optim", "torchtitan_scape."))
+    weights = [] if known else [p.detach().clone() for p in parameters]
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         # Adafactor's eps is a pair.
         group.update({key: neutral[key] for key in neutral.keys() & rates if not isinstance(rates[key], tuple)})
@@ -74,15 +77,30 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for name, registered in hooks.items():
         setattr(optimizer, name, registered)
+    with torch.no_grad():
+        for parameter, values in zip(parameters, weights, strict=False):
+            parameter.copy_(values)
     for parameter in without if not in_dry_run() else ():
-        for key, values in optimizer.state.get(parameter, {}).items():
+        state = optimizer.state.get(parameter, {})
+        set_counter(state, 0.0)
+        for key, values in state.items():
             is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))
             if isinstance(values, Tensor) and not is_copy:  # schedule-free optimizers start from a copy of the weights
                 values.fill_(initial_value(key))
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
+        for key in group.keys() - rates - {"params"}:
+            del group[key]
         group.update(rates)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def set_counter(state: dict[str, Any], steps: float) -> None:
+    """Set the number of steps in the state of a parameter, if it has one: a tensor, or a number in some classes."""
+    if isinstance(counter := state.get("step"), Tensor):
+        counter.fill_(steps)
+    elif counter is not None:
+        state["step"] = type(counter)(steps)
 
 
 _METHODS = ("step", "_init_group")  # the second one creates PyTorch's state

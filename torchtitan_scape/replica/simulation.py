@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan_scape.core.parameters import Shard, collect_shards, stored
 from torchtitan_scape.methods.interface import REPLICA_WEIGHTS, State
 from torchtitan_scape.optimizers.matrix_choice import unreported
-from torchtitan_scape.optimizers.pytorch import create_state, state_by_kind
+from torchtitan_scape.optimizers.pytorch import create_state, set_counter, state_by_kind
 from torchtitan_scape.replica.checks import ONE_OPTIMIZER
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 
@@ -71,9 +71,13 @@ class ReplicaWeights:
         ]
         return [State(REPLICA_WEIGHTS, weights, per_replica=True, on_migration="displacement"), *moments]
 
-    def steps(self) -> list[Tensor]:
+    def steps(self) -> list[Any]:
         """Return the counters of applied steps in the optimizer's state, one per parameter."""
         return [state["step"] for state in self.optimizer.state.values() if "step" in state]
+
+    def set_steps(self, steps: float) -> None:
+        for state in self.optimizer.state.values():
+            set_counter(state, steps)
 
     def copy_rates(self, param_groups: Sequence[dict]) -> None:
         """Take the rates of another optimizer's param groups."""
