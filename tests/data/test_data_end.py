@@ -1,6 +1,7 @@
 """Passes over the data end a run, and a rank whose data contain no text."""
 
 import json
+import re
 from pathlib import Path
 
 from tests.data.test_prepared import prepared
@@ -53,12 +54,8 @@ def test_a_run_ends_within_the_passes(pool2: Pool, tmp_path: Path) -> None:
 def test_a_rank_without_a_token_ends_the_run(pool2: Pool, tmp_path: Path) -> None:
     data = short_of(tmp_path / "data", [LONG] * 4 + [""] * 4)
     validation = ["--validation.dataset=text_files", f"--validation.dataset_path={tmp_path}/data/a.jsonl"]
-    for more, message in (
-        ([], "NoTextError: the data of rank 1 have no token; see the message there"),
-        (validation, "ValueError: reading the validation data failed on rank 1; see the message there"),
-    ):
+    reason = r"text_files: the share of data-parallel reader 1 of 2 has no token in a whole epoch; .*rank 1\)"
+    for more, error in (([], "NoTextError"), (validation, "ValueError")):
         outcomes = pool2.outcomes(train, str(tmp_path), [*METHODS["adams"], *data, *more, "--training.steps=3"])
         assert [good for good, _ in outcomes] == [False, False]
-        first, second = (text.splitlines()[-1] for _, text in outcomes)
-        assert message in first
-        assert "the share of data-parallel reader 1 of 2 has no token in a whole epoch" in second
+        assert all(re.search(f"{error}: {reason}", text.splitlines()[-1]) for _, text in outcomes), outcomes

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.data.datasets import build_dataloader
+from torchtitan_scape.data.datasets import DATASETS, build_dataloader
 from torchtitan_scape.data.local import load_text_files
 from torchtitan_scape.data.prepare import TextSource
 from torchtitan_scape.titan.tokenizer import build_tokenizer
@@ -139,6 +139,12 @@ def test_text_without_columns_refuses_the_name_of_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"text_column: 'body', but .* \.txt files, which have no columns"):
         load_text_files(tmp_path, column="body")
+
+
+def test_an_embedded_corpus_refuses_a_path() -> None:
+    """It would train on the corpus instead of the user's text."""
+    with pytest.raises(ValueError, match=r"dataset_path: 'my_text' is not read: .* set the dataset to 'text_files'"):
+        DATASETS["standard_library"].loader("my_text")
 
 
 @pytest.mark.parametrize("dataset", ["text_files", "standard_library"])

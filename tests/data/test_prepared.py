@@ -209,7 +209,7 @@ def prepared(folder: Path, tokenizer: Any, tokens: int = 200, validation: int = 
     for name, n in (("train-00000", tokens), ("train-00001", 77), ("validation-00000", validation)):
         writer = PairWriter(folder / "parts", name, name.split("-")[0], np.dtype("<u2"))
         writer.add([i % 250 + 2 for i in range(n)], [n], 3 * n)
-        shards.append(writer.finish(folder))
+        shards += filter(None, [writer.finish(folder)])
     head = {"dataset": "made up"}, facts, "bos_eos", "uint16", 100, 0.1
     Manifest(*head, tuple(shards)).write(folder)  # type: ignore[arg-type]
     return folder
@@ -425,6 +425,11 @@ def test_the_advice_for_a_small_split_works(readers: int, fix: dict[str, int], t
     config = config_of(folder, steps=fix["steps"])
     config.validation.seq_len = fix.get("seq_len", config.validation.seq_len)
     assert len(validation_batches(config, readers, 0, tokenizer, 1)) == 1
+    empty = prepared(tmp_path / "empty", tokenizer, validation=0)
+    with pytest.raises(
+        ValueError, match=r"0 samples .* needs .*; hold out more documents with prepare --validation, or"
+    ):
+        validation_batches(config_of(empty, steps=1), readers, 0, tokenizer, 1)
 
 
 def test_the_loss_of_a_whole_split_is_the_mean_over_its_tokens() -> None:

@@ -114,7 +114,15 @@ def _hub(hub: HubDataset, split: str) -> DatasetConfig:
 
 
 def _load(corpus: EmbeddedCorpus, split: str, max_bytes: int) -> Callable[[str], Dataset]:
-    return lambda _path: corpus.data_set(split, max_bytes)
+    def load(path: str) -> Dataset:
+        if path != corpus.source:
+            raise ValueError(
+                f"dataset_path: {str(path)!r} is not read: the dataset is {corpus.source}; set the dataset to "
+                "'text_files' or 'prepared', or omit the path"
+            )
+        return corpus.data_set(split, max_bytes)
+
+    return load
 
 
 def _embedded(corpus: EmbeddedCorpus) -> dict[str, DatasetConfig]:

@@ -15,6 +15,7 @@ from torchtitan_scape.data.prepared import PreparedDataLoader
 from torchtitan_scape.kernels.common.launching import to_device
 from torchtitan_scape.titan.components import IGNORE_INDEX
 from torchtitan_scape.titan.data import BaseDataLoader
+from torchtitan_scape.topology.groups import gather_lists
 
 
 class SimulatedDataLoader(BaseDataLoader):
@@ -176,8 +177,7 @@ class TokenSum:
         step = self._loader.read_step()
         if self._group is None or self._sum is not None:
             return
-        failed = step.error is not None
-        mine = [float(step.tokens), float(failed), failed * float(dist.get_rank())]
+        mine = [float(step.tokens), float(step.error is not None)]
         values = torch.tensor(mine, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
@@ -201,8 +201,8 @@ class TokenSum:
         assert self._sum is not None
         (work, values), self._sum = self._sum, None
         work.wait()
-        total, n_failed, rank = values.tolist()
+        total, n_failed = values.tolist()
         if n_failed:
-            where = f"rank {rank:.0f}" if n_failed == 1 else f"{n_failed:.0f} ranks"
-            raise self._error or NoTextError(f"the data of {where} have no token; see the message there")
+            errors = [f"{self._error} (rank {dist.get_rank()})"] if self._error else []
+            raise NoTextError(gather_lists(self._group, errors)[0])
         return float(total)

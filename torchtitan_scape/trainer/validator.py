@@ -81,7 +81,7 @@ def validation_batches(
     prepared = validation.dataset.lower() == NAME
     own = config.training.text_column, tokenizer, config.data.border
     text = [(validation, *own, reader, world * simulated) for reader in readers]
-    error: ValueError | None = None
+    errors: list[str] = []
     data: FixedBatches | PreparedBatches | list[Rows] = []
     try:
         if prepared:
@@ -91,14 +91,10 @@ def validation_batches(
         else:
             loaders = [text_loader(*arguments) for arguments in text]
             data = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
-    except ValueError as caught:  # May occur on one rank only, for example for a share without text.
-        error = caught
-    failed = [rank for rank, has_failed in enumerate(gather_lists(dist.group.WORLD, [error is not None])) if has_failed]
-    if failed and error is None:
-        where = f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} ranks"
-        error = ValueError(f"reading the validation data failed on {where}; see the message there")
-    if error is not None:
-        raise error
+    except ValueError as error:  # May occur on one rank only, for example for a share without text.
+        errors.append(f"{error} (data-parallel rank {rank})")
+    if errors := gather_lists(dist.group.WORLD, errors):
+        raise ValueError(errors[0])
     if not isinstance(data, list):
         return data
     size = validation.local_batch_size
@@ -180,7 +176,7 @@ def _fix(samples: int, readers: int, batch: int, tokens: int) -> str:
         return f"set validation.steps to at most {fewer}, or to {WHOLE} for the whole split"
     if samples >= readers:
         return f"set validation.steps = {WHOLE} for the whole split, or {more}"
-    if longest := (tokens - 1) // readers:
+    if (longest := (tokens - 1) // readers) > 0:
         return f"set validation.steps = {WHOLE} and validation.seq_len to at most {longest}, or {more}"
     return f"{more}, or set --validation.no-enable"
 
