@@ -192,7 +192,7 @@ def test_another_layout_or_method_keeps_pending_updates(
 @pytest.mark.parametrize(
     "method, changed, dense",
     [
-        ("scape", ["--sync.scape.density=0.05"], False),
+        ("scape", ["--sync.scape.density=0.05", "--training.global_batch_size=8", "--training.max_norm=2"], False),
         slow("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.no-staleness_scaling"], False),
         slow("scape", ["--sync.scape.block_size=128"], True),
         slow("scape-tensor", ["--sync.scape.staleness_scaling"], False),

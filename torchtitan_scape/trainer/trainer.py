@@ -363,8 +363,8 @@ class ScapeTrainer(Trainer):
             self.observation.write()
             self.replica_optimizer.observe(None)
         if self.steps_taken == 0:
-            summary = Path(self.job_config.job.dump_folder, "summary.json")
-            logger.info(f"The run is already complete: no step remains; {summary} has its results")
+            steps = self.job_config.training.steps
+            logger.info(f"No step was taken: the run is at step {self.step}, and [training] steps = {steps}")
             return
         if self.job_config.validation.enable and self.validator.last_step != self.step:
             self.validator.validate(self.model_parts, self.step)
@@ -377,7 +377,8 @@ class ScapeTrainer(Trainer):
 
 def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -> RunMetadata:
     """Return the record that the checkpoints of a run contain."""
-    simulated, levels = config.topology.simulate_replicas, config.sharding.levels
+    simulated, levels, training = config.topology.simulate_replicas, config.sharding.levels, config.training
+    one_micro_batch = training.local_batch_size * layout.replicate * layout.shard * simulated
     facts = {
         "ranks": layout.world_size,
         "replicate": layout.replicate,
@@ -394,6 +395,9 @@ def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -
         "eps": config.optimizer.eps,
         "weight_decay": config.optimizer.weight_decay,
         "schedule": schedule_text(config),
+        "seq_len": training.seq_len,
+        "global_batch_size": training.global_batch_size if training.global_batch_size > 0 else one_micro_batch,
+        "max_norm": training.max_norm,
         "border": config.data.border,
         "sharding": asdict(config.sharding),
         # Levels over which weights, masters and states are sharded; 0 without three-level partitioning.
