@@ -10,10 +10,11 @@ import pytest
 
 from tests import server
 from torchtitan_scape.config.checks import check_config, import_custom, remarks
-from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.config.parsing import parse, resolve
 from torchtitan_scape.config.recipes import load
 from torchtitan_scape.models.registry import stage_modules
 from torchtitan_scape.optimizers.registry import check_layout
+from torchtitan_scape.planner.configured import saving_of
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.topology.machines import SCHEMA, Links, get_machine
 from torchtitan_scape.trainer.layout import layout_of
@@ -352,6 +353,31 @@ def test_a_schedule_shorter_than_the_run_gives_a_warning() -> None:
     (message,) = remarks(parse([RECIPE, "--lr_scheduler.total_steps=5", "--training.steps=10"]))
     assert "total_steps = 5 with [training] steps = 10: after step 5 the learning rate stays" in message
     assert not remarks(parse([RECIPE, "--lr_scheduler.total_steps=10", "--training.steps=10"]))
+
+
+def test_a_folder_with_checkpoints_without_their_switch_gives_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
+    arguments = [RECIPE, f"--job.dump_folder={tmp_path}"]
+    (message,) = remarks(parse(arguments))
+    assert f"{tmp_path}/checkpoint has checkpoints, and [checkpoint] enable = false" in message
+    assert not remarks(parse([*arguments, "--checkpoint.enable"]))
+
+
+def test_arguments_of_unused_sections_give_a_warning() -> None:
+    """Without it, a run with an interval and without the switch would save no checkpoint, and nothing would say so."""
+    arguments = [RECIPE, "--checkpoint.interval=5", "--sync.topk.density=0.5", "--sync.scape.density=0.5"]
+    assert resolve(arguments).unused() == [
+        "--checkpoint.interval has no effect without --checkpoint.enable",
+        "--sync.topk.density has no effect with [sync] method = 'scape'",
+    ]
+    assert resolve([*arguments, "--checkpoint.enable", "--sync.method=topk"]).unused() == [
+        "--sync.scape.density has no effect with [sync] method = 'topk'"
+    ]
+
+
+def test_the_size_of_checkpoints_needs_valid_numbers() -> None:
+    with pytest.raises(ValueError, match=r"\[checkpoint\] interval = 0; it must be 1 or more"):
+        saving_of(parse([RECIPE, "--checkpoint.enable", "--checkpoint.interval=0"]))
 
 
 @pytest.mark.parametrize(

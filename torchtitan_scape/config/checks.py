@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 
@@ -69,7 +70,7 @@ def check_config(config: JobConfig, device_type: str) -> None:
     if config.parallelism.pipeline_parallel_degree > 1:
         _check_pipeline(config)
     _check_features(config, device_type)
-    _check_ranges(config)
+    check_ranges(config)
     if config.training.steps:  # 0 in a dry run
         config.observe.check(config.training.steps)
 
@@ -102,6 +103,11 @@ def remarks(config: JobConfig) -> list[str]:
             f"[training] steps = {steps} with [sync] method = {config.sync.method!r}, which needs {round_steps} steps "
             "to exchange all parameters: parameters that were not exchanged are validated and saved with their initial "
             "values; [sync] flush_at_end = true exchanges all in the last step"
+        )
+    folder = Path(config.job.dump_folder, config.checkpoint.folder)
+    if steps and not config.checkpoint.enable and any(folder.glob("step-*")):
+        lines.append(
+            f"{folder} has checkpoints, and [checkpoint] enable = false: the run starts at step 1 and saves none"
         )
     return lines
 
@@ -288,7 +294,8 @@ def _check_hugging_face(config: JobConfig) -> None:
         )
 
 
-def _check_ranges(config: JobConfig) -> None:
+def check_ranges(config: JobConfig) -> None:
+    """Raise ValueError if a number is outside of the range that its key allows."""
     for switch, ranges in _RANGES.items():
         if switch and not attrgetter(switch)(config):
             continue

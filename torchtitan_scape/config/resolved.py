@@ -62,6 +62,17 @@ class Resolved:
         summary = f"Recipe: {', '.join(self.files) or 'none'}"
         return summary + (f"; the command line sets {', '.join(changed)}" if changed else "")
 
+    def unused(self) -> list[str]:
+        """Return warnings about keys of the command line whose section is not used."""
+        lines, method = list[str](), self.values["sync.method"]
+        for key in (key for key, by in self.origins.items() if by == COMMAND_LINE):
+            section = key.rpartition(".")[0]
+            if self.values.get(f"{section}.enable") is False and key != f"{section}.enable":
+                lines.append(f"--{key} has no effect without --{section}.enable")
+            if section.startswith("sync.") and section != f"sync.{method}":
+                lines.append(f"--{key} has no effect with [sync] method = {method!r}")
+        return lines
+
     def text(self) -> str:
         """Return the text of resolved.toml. TOML has no null value: keys that are None by default are omitted."""
         sections: dict[str, list[str]] = {}

@@ -1,5 +1,6 @@
 """A configured run for the planner: method, shard axis and levels. Imports torch through the configuration."""
 
+from torchtitan_scape.config.checks import check_ranges
 from torchtitan_scape.config.job_config import JobConfig, options_of
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
@@ -64,7 +65,12 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
 
 
 def saving_of(config: JobConfig) -> Saving | None:
-    """Return the checkpoints of a configuration; None if it writes none. A dry run does not know the steps."""
+    """Return the checkpoints of a configuration; None if it writes none. A dry run does not know the steps.
+
+    Raises:
+        ValueError: A number of the configuration is outside of its range.
+    """
+    check_ranges(config)
     chosen = config.checkpoint
     if not chosen.enable or chosen.load_only:
         return None

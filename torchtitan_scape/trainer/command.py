@@ -34,6 +34,8 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
     resolved = resolve(arguments)
     config = resolved.config
     logger.info(resolved.line())
+    for line in resolved.unused():
+        logger.warning(line)
     shutdown.set_collective_timeout(config.comm.init_timeout_seconds)
     if DEVICE_TYPE == "cpu" and config.comm.mode != "fake_backend":
         # Simulated replicas of another machine may run on any CPU.
