@@ -188,6 +188,14 @@ def test_scripts_are_started_as_modules() -> None:
     assert list(lines(r"\bsys\.path\b", scripts)) == []
 
 
+def test_a_module_calls_its_main_function_at_its_end() -> None:
+    """Functions below that call are missing with `python -m`, and present in tests, which import the module."""
+    for name, path in FILES.items():
+        statements = ast.parse(path.read_text()).body
+        calls = [isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in statements]
+        assert not any(calls[:-1]), name
+
+
 def test_folders_import_only_folders_before_them() -> None:
     rank = {name: i for i, names in enumerate(ORDER) for name in names}
     upward: dict[tuple[str, str], list[str]] = {}

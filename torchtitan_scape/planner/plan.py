@@ -376,10 +376,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 HEAD = 128  # entries of a head
 ASPECT = 128  # width over layers, as in Llama 2 7B
 FFN_STEP = 16
@@ -450,3 +446,7 @@ def _with_parameters(workload: Workload, parameters: float) -> Workload:
     exact = (parameters - fixed) / each
     step = FFN_STEP if exact >= 64 * FFN_STEP else 1  # a multiple, as tensor cores need, where it changes little
     return replace(workload, ffn=max(1, step * round(exact / step)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
