@@ -1,5 +1,6 @@
 """The doctor: in real processes, and with a fault in one of them, which it names."""
 
+import argparse
 import json
 import os
 import socket
@@ -95,6 +96,14 @@ def test_every_check_has_a_row_and_the_links_are_stored(pool4: Pool, tmp_path: P
         assert list(rows) == CHECKS and not any(rows[name].failed for name in CHECKS if name != "node pairs")
     assert json.loads((tmp_path / "links.json").read_text())["world_size"] == 4
     assert not (tmp_path / "run/.probe").exists()
+
+
+def test_an_output_that_one_process_cannot_measure_is_a_failure(tmp_path: Path) -> None:
+    """The planner would read the links of an earlier command."""
+    one = object.__new__(doctor.Doctor)
+    one.world, one.options = 1, argparse.Namespace(output=tmp_path / "links.json")
+    found = one.links()
+    assert found.failed and f"{tmp_path}/links.json was not written: start two ranks" in str(found)
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:

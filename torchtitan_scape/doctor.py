@@ -196,7 +196,9 @@ class Doctor:
 
     def links(self) -> Finding:
         if self.world == 1:
-            return Finding("links", "one rank")
+            output = self.options.output
+            advice = (f"{output} was not written: start two ranks or more with torchrun",) if output else ()
+            return Finding("links", "one rank", advice, failed=bool(advice))
         sizes = measurement.sizes_of(self.options)
         result = measurement.measure(self.layout, self.device, sizes, TIMEOUT)
         if self.options.output and dist.get_rank() == 0:
