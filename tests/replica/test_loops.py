@@ -1,6 +1,8 @@
 """Mistakes in training loops around `replicate`: calls of some ranks only, and calls that are left in or out."""
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -274,3 +276,30 @@ def test_schedule_free_optimizers(pool2: Pool, tmp_path: Any) -> None:
     for near, averaged, (refused, without) in pool2(two_modes, str(tmp_path)):
         assert near and averaged and without == ""
         assert "ScheduleFree has two modes" in refused and "'sparta' does not exchange" in refused
+
+
+# ---------------------------------------------------------------------------------------------- end of a run
+
+
+def left_after(overlap: bool) -> list[str]:
+    """Train, forget model and optimizer, and return what still exists on this rank."""
+    model = make_model()
+    optimizer = make_optimizer(model, "quantized_update", overlap=overlap)
+    if overlap:
+        optimizer.prepare_last_backward()
+    train(model, optimizer, range(1))
+    loss_of(model, 1, dist.get_rank())  # with overlap the weights arrive now
+    objects = {"optimizer": optimizer, "method": optimizer.methods[0], "model": model, **dict(model.named_parameters())}
+    references = {name: weakref.ref(value) for name, value in objects.items()}
+    del model, optimizer, objects
+    gc.collect()
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+def left_after_runs() -> list[list[str]]:
+    return [left_after(overlap) for overlap in (False, True)]
+
+
+def test_nothing_of_a_run_remains(pool2: Pool) -> None:
+    """The first rank kept the weights of every run in a process, and with overlap all ranks the state of the method."""
+    assert pool2(left_after_runs) == [[[], []]] * 2

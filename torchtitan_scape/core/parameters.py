@@ -1,10 +1,11 @@
 """Local views of parameters and gradients, which are plain tensors or DTensors."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeGuard, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -109,6 +110,20 @@ def local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def weak_hook(method: Callable[..., None], *args: Any) -> Callable[[Tensor], None]:
+    """Return a hook of a parameter that calls `method(*args, tensor)` as long as the object of the method exists.
+
+    Python never frees a cycle through such a hook, as of an object that refers to the parameter.
+    """
+    reference = WeakMethod(method)
+
+    def hook(tensor: Tensor) -> None:
+        if (existing := reference()) is not None:
+            existing(*args, tensor)
+
+    return hook
 
 
 def stored(parameter: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_scape.core.parameters import Shard, contiguous_gradient
+from torchtitan_scape.core.parameters import Shard, contiguous_gradient, weak_hook
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.methods.interface import Method, StepInfo
 from torchtitan_scape.topology.chunks import Exchange
@@ -105,7 +104,7 @@ class BackwardOverlap:
         self.complete: list[bool] = []
         self.active = False
         for number, shard in enumerate(shards):
-            shard.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number))
+            shard.parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient, number))
 
     @classmethod
     def of(cls, methods: Sequence[Method], shards: Sequence[Shard]) -> "BackwardOverlap | None":

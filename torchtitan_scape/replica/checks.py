@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_scape.core.parameters import Shard, copies_key, local, stored
+from torchtitan_scape.core.parameters import Shard, copies_key, local, stored, weak_hook
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
@@ -311,7 +311,7 @@ class LoopChecks:
         self._may_read = True
         if (dist.get_rank() if dist.is_initialized() else 0) == 0:
             trained = [shard.parameter for shard in self._shards if shard.parameter.requires_grad]
-            self._hooks = [(p, p.register_post_accumulate_grad_hook(self._on_backward)) for p in trained]
+            self._hooks = [(p, p.register_post_accumulate_grad_hook(weak_hook(self._on_backward))) for p in trained]
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._on_step)
 
@@ -322,7 +322,7 @@ class LoopChecks:
             if other is not parameter:
                 hook.remove()
         self._hooks = []
-        parameter.register_hook(self._before_accumulation)
+        parameter.register_hook(weak_hook(self._before_accumulation))
 
     def _before_accumulation(self, _: Tensor) -> None:
         """Compute whether an unchanged gradient of the last step has values. `torch.autograd.grad` calls this, too."""
