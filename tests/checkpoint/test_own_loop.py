@@ -464,3 +464,22 @@ def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
 def test_a_budget_of_bytes_is_recorded_as_what_it_chose(pool2: Pool, tmp_path: Path) -> None:
     for compared, recorded in pool2(options_with_a_budget, str(tmp_path)):
         assert compared == recorded != 0.1
+
+
+def save_with_some_ranks() -> str:
+    """Train with two of three ranks as replicas, the third alone, and return the error of a save."""
+    from torchtitan_scape import checkpoint_states
+
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = make_model()
+    optimizer = make_optimizer(model, "sparta", groups[dist.get_rank() // 2])
+    train(model, optimizer, range(2))
+    with pytest.raises(ValueError) as error:
+        checkpoint_states(model, optimizer)
+    return str(error.value)
+
+
+def test_replicas_on_some_ranks_are_refused(pool3: Pool) -> None:
+    """The layout is gathered from all ranks: two models failed in the mesh, and one alone waited for the others."""
+    errors = pool3(save_with_some_ranks)
+    assert ["are 2 of the job's 3" in each for each in errors] == [True, True, False] and "are 1 of" in errors[2]

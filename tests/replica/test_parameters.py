@@ -53,10 +53,12 @@ def same_on_all_ranks(values: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------ shapes and memory
 
 
-def train_a_scalar(method: str) -> bool:
+def train_a_scalar(method: str, kind: Any = None) -> bool:
     torch.manual_seed(0)
     model = Scaled()
     optimizer = optimizer_of(model, method)
+    if kind is not None:
+        optimizer = replicate(model, kind(model.named_parameters(), lr=0.01), method, dist.group.WORLD)
     for number in range(8):
         step(model, optimizer, number)
     optimizer.flush()
@@ -65,7 +67,10 @@ def train_a_scalar(method: str) -> bool:
 
 
 def every_method_trains_a_scalar() -> list[str]:
-    return [method for method in METHODS if not train_a_scalar(method)]
+    with_muon = ("dense", "quantized_update", "sparta")  # which has its state before `replicate`
+    return [method for method in METHODS if not train_a_scalar(method)] + [
+        f"{method} with Muon" for method in with_muon if not train_a_scalar(method, Muon)
+    ]
 
 
 def test_every_method_trains_parameters_without_dimensions(pool2: Pool) -> None:
@@ -92,7 +97,10 @@ def test_transposed_weights_train_or_are_refused_at_construction(pool2: Pool) ->
     for rank in pool2(every_method_with_a_transposed_weight):
         for method, (works, text) in zip(METHODS, rank, strict=True):
             if method in refused:
-                message = f"ValueError: method '{method}' needs contiguous parameters, and 'layers.0.weight' is not"
+                message = (
+                    f"ValueError: method '{method}' needs contiguous parameters, and 'layers.0.weight' is not; choose "
+                    "another method, such as 'quantized', or set its data to data.contiguous()"
+                )
                 assert not works and text.strip().splitlines()[-1] == message
             else:
                 assert works and text, method

@@ -168,6 +168,12 @@ def _find_layout(optimizer: ReplicaOptimizer) -> GlobalLayout:
     names = None if sharded is None else sharded.mesh_dim_names
     inner = (0,) if sharded is None else tuple(sharded.get_coordinate() or ())
     replicas, replica = (1, 0) if simulated > 1 else (collectives.replicas, collectives.replica)
+    if (own := collectives.replicas * collectives.model_ranks) < dist.get_world_size() and simulated == 1:
+        raise ValueError(
+            f"the replicas of this model are {own} of the job's {dist.get_world_size()} ranks, and a checkpoint of "
+            "torch.distributed.checkpoint needs all; save optimizer.state_dict() and model.state_dict() by torch.save "
+            "on every rank, or start a job for every model"
+        )
     positions: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(positions, (replica, *inner))
     ranks = torch.empty((replicas, *shape), dtype=torch.int, device="cpu")

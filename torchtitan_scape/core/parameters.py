@@ -184,7 +184,10 @@ def check_contiguous(shards: Sequence[Shard], method: str) -> None:
     """Raise ValueError for a parameter whose memory has another order than its entries."""
     for shard in shards:
         if not stored(shard.parameter).is_contiguous():
-            raise ValueError(f"method {method!r} needs contiguous parameters, and {shard.name!r} is not")
+            raise ValueError(
+                f"method {method!r} needs contiguous parameters, and {shard.name!r} is not; "
+                "choose another method, such as 'quantized', or set its data to data.contiguous()"
+            )
 
 
 def contiguous_gradient(shard: Shard) -> Tensor:

@@ -107,7 +107,7 @@ class OwnedParts:
         assert self.optimizer is not None
         for number, part in self.parts.items():
             if before := optimizer.state.get(self.shards[number].parameter):
-                of_part = {kind: _of_part(value, part, self.shards[number]) for kind, value in before.items()}
+                of_part = {kind: _of_part(kind, value, part, self.shards[number]) for kind, value in before.items()}
                 self.optimizer.state[part.shard.parameter] = of_part
                 if (counter := before.get("step")) is not None and not in_dry_run():
                     self.applied.fill_(float(counter))
@@ -225,9 +225,9 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
     return made
 
 
-def _of_part(value: Any, part: Part, shard: Shard) -> Any:
+def _of_part(kind: str, value: Any, part: Part, shard: Shard) -> Any:
     """Return a copy of an optimizer's state of a parameter, of one of its parts and placed like it, in FP32."""
-    if not isinstance(value, Tensor) or not value.ndim or not value.is_floating_point():
+    if not isinstance(value, Tensor) or kind == "step" or not value.is_floating_point():
         return value.clone() if isinstance(value, Tensor) else value
     if value.shape != shard.parameter.shape:
         return value.to(torch.float32, copy=True)
