@@ -394,7 +394,7 @@ class Method(ABC):
         return calls
 
     def planned_bytes(self) -> float:
-        """Return the bytes that this rank sends per step after warm-up, averaged over steps."""
+        """Return the bytes that a rank sends per step after warm-up, averaged over steps and replicas."""
         levels = spanned(self.collectives.levels)
         return sum(stage.sent for call in self.collective_calls() for stage in call.stages(levels))
 

@@ -559,7 +559,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return ObservedState(each[0][0], [residual for _, residual in each if residual is not None])
 
     def planned_bytes(self) -> float:
-        """Return the bytes that this rank sends per step after the warm-up, on average."""
+        """Return the bytes that a rank sends per step after the warm-up, averaged over steps and replicas."""
         return self.methods[0].planned_bytes()
 
     def dense_bytes(self) -> float:
