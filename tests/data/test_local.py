@@ -141,6 +141,17 @@ def test_text_without_columns_refuses_the_name_of_one(tmp_path: Path) -> None:
         load_text_files(tmp_path, column="body")
 
 
+def test_a_missing_relative_path_is_named_with_its_folder() -> None:
+    """run_train.sh changes to the repository, where a path that exists in the user's folder is missing."""
+    with pytest.raises(ValueError, match=f"dataset_path: '{Path.cwd()}/my_text' does not exist"):
+        load_text_files("my_text")
+    config = JobConfig()
+    config.model.hf_assets_path = "torchtitan_scape/data/byte_tokenizer"
+    config.training.dataset, config.training.dataset_path = "prepared", "my_text"
+    with pytest.raises(ValueError, match=f"training.dataset_path: '{Path.cwd()}/my_text' is neither a folder"):
+        build_dataloader(1, 0, build_tokenizer(config), config)
+
+
 def test_an_embedded_corpus_refuses_a_path() -> None:
     """It would train on the corpus instead of the user's text."""
     with pytest.raises(ValueError, match=r"dataset_path: 'my_text' is not read: .* set the dataset to 'text_files'"):

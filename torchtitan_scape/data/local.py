@@ -133,7 +133,8 @@ def find_text_files(path: str | os.PathLike[str], split: str | None = None) -> l
     """
     root = Path(path)
     if not root.exists():
-        raise ValueError(f"dataset_path: {str(root)!r} does not exist; expected a file or a folder with {EXPECTED}")
+        missing = str(root.absolute())
+        raise ValueError(f"dataset_path: {missing!r} does not exist; expected a file or a folder with {EXPECTED}")
     if root.is_dir():
         below = sorted(_files_below(root))
         files = text_files = [file for file, is_data in below if is_data]

@@ -198,7 +198,7 @@ def _from_pair(key: str, path: Path, facts: dict[str, Any], job: JobConfig) -> S
     prefix = _prefix(str(path))
     if not any(file.exists() for file in paths_of(prefix)):
         raise ValueError(
-            f"{key}: {str(path)!r} is neither a folder of prepared data nor a pair of .bin and .idx; "
+            f"{key}: {str(path.absolute())!r} is neither a folder of prepared data nor a pair of .bin and .idx; "
             "python -m torchtitan_scape.data.prepare creates them"
         )
     both = job.validation.enable and job.validation.dataset.lower() == job.training.dataset.lower() == NAME
