@@ -104,7 +104,7 @@ def test_resolved_toml_records_origins_and_starts_the_same_run(tmp_path: Path) -
     command = [f"--job.config_file={','.join(names)}", "--training.steps=3", '--job.description="ü" \\ 1']
     first = resolve([*command, "--model.converters=a,b", "--optimizer.lr=3e-4"])
     assert first.line() == (
-        f"Recipe: {', '.join(first.files)}; the command line sets "
+        f"Recipe: {', '.join(first.files)}; dense with AdamW; the command line sets "
         'job.description = "\\"ü\\" \\\\ 1", model.converters = ["a", "b"], training.steps = 3'
     ), "a value on the command line that equals the file's is attributed to the file"
     first.write(str(path.parent))
@@ -179,7 +179,7 @@ def test_resolved_toml_comments_values_that_toml_cannot_express() -> None:
 
 def test_without_recipe_and_arguments_all_values_are_defaults() -> None:
     nothing = resolve([])
-    assert nothing.files == () and nothing.origins == {} and nothing.line() == "Recipe: none"
+    assert nothing.files == () and nothing.origins == {} and nothing.line() == "Recipe: none; scape with AdamW"
 
 
 def test_the_last_config_file_on_the_command_line_wins(files: Any) -> None:

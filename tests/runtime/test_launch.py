@@ -103,7 +103,7 @@ def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "Summary of 4 steps" in result.stdout + result.stderr
-    assert f"Recipe: {', '.join(recipes)}; the command line sets " in result.stdout + result.stderr
+    assert f"Recipe: {', '.join(recipes)}; scape with AdamS; the command line sets " in result.stdout + result.stderr
     resolved = (tmp_path / "resolved.toml").read_text()
     assert f'selection = "tensor"  # {recipes[1]}\n' in resolved and "\nsteps = 4  # command line\n" in resolved
     assert "\nlr = 0.002  # train_configs/embedded.toml\n" in resolved

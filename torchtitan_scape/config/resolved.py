@@ -57,9 +57,10 @@ class Resolved:
         return cls(config, tuple(recipe.files), values, {key: origins[key] for key in values if key in origins})
 
     def line(self) -> str:
-        """Return the log line with the recipe's files and the keys that the command line sets."""
+        """Return the log line with the recipe's files, method, optimizer, and the keys that the command line sets."""
         changed = [f"{key} = {toml(self.values[key])}" for key, by in self.origins.items() if by == COMMAND_LINE]
-        summary = f"Recipe: {', '.join(self.files) or 'none'}"
+        summary = f"Recipe: {', '.join(self.files) or 'none'}; "
+        summary += f"{self.values['sync.method']} with {self.values['optimizer.name']}"
         return summary + (f"; the command line sets {', '.join(changed)}" if changed else "")
 
     def unused(self) -> list[str]:
