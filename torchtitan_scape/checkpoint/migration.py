@@ -342,7 +342,9 @@ def _load_dense_state(optimizer: ReplicaOptimizer, reader: StateReader) -> bool:
 
 
 def _beta1(optimizer: Optimizer, shard: Shard) -> float:
-    """Return the decay of a parameter's first moment; 0 without one."""
+    """Return the decay of a parameter's first moment; 0 without one, or with one of another name than PyTorch's."""
+    if (state := optimizer.state.get(shard.parameter)) and FIRST not in state:
+        return 0.0
     return float(optimizer.param_groups[shard.group].get("betas", (0.0,))[0])
 
 
