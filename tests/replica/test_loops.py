@@ -15,6 +15,7 @@ from tests.logs import logged
 from tests.pool import Pool
 from tests.replica.own_loop import loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica import checks
 from torchtitan_scape.replica.replicate import replicate
 
@@ -276,6 +277,56 @@ def test_schedule_free_optimizers(pool2: Pool, tmp_path: Any) -> None:
     for near, averaged, (refused, without) in pool2(two_modes, str(tmp_path)):
         assert near and averaged and without == ""
         assert "ScheduleFree has two modes" in refused and "'sparta' does not exchange" in refused
+
+
+# ------------------------------------------------------------------------- hooks of the wrapped optimizer's step
+
+
+def clamped(methods: list[str]) -> list[list[float]]:
+    """Limit the weights by two hooks. Return how often each ran until it was removed, and the largest weight."""
+    rows = []
+    for method in methods:
+        model, ran = make_model(), [0, 0]
+
+        def clamp(number: int, *_: Any, model: nn.Module = model, ran: list[int] = ran) -> None:
+            ran[number] += 1
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+
+        wrapped = (AdamS if method == "scape" else torch.optim.AdamW)(model.parameters(), lr=0.1)
+        first = wrapped.register_step_post_hook(partial(clamp, 0))
+        optimizer = replicate(model, wrapped, {"method": method}, dist.group.WORLD, max_norm=1.0, total_steps=24)
+        wrapped.register_step_post_hook(partial(clamp, 1))
+        train(model, optimizer, range(2))
+        first.remove()
+        train(model, optimizer, range(2, 4))
+        rows.append([*ran, round(float(weights(model).abs().max()), 6)])
+    return rows
+
+
+def test_hooks_of_the_wrapped_optimizer_run_after_the_exchange(pool2: Pool) -> None:
+    """With quantized_update they ran before the changes of the weights arrived, and with scape not at all."""
+    methods = ["dense", "quantized_update", "scape", "sparta"]
+    assert pool2(clamped, methods) == [[[2, 4, 0.05]] * 4] * 2
+
+
+def compiled_step() -> bool:
+    ends = []
+    for compiled in (False, True):
+        model = make_model()
+        optimizer = make_optimizer(model, "quantized_update")
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for number in range(3):
+            loss_of(model, number, dist.get_rank()).backward()
+            step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    return torch.equal(*ends)
+
+
+def test_a_compiled_step_runs_as_it_is(pool2: Pool) -> None:
+    """Its graphs were compiled for minutes."""
+    assert pool2(compiled_step) == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------- end of a run

@@ -100,6 +100,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        # They run after the exchange: the wrapped optimizer may step on parts of the parameters, or not at all.
+        self._optimizer_step_post_hooks, optimizer._optimizer_step_post_hooks = (
+            optimizer._optimizer_step_post_hooks,
+            self._optimizer_step_post_hooks,
+        )
+        optimizer.register_step_post_hook = self.register_step_post_hook  # type: ignore[method-assign]
         self._shards, self._stashed = collect_shards(optimizer.param_groups), list[list[Tensor]]()
         checks.count_copies_once(self._shards, self.collectives)
         self.joint_calls, self.sharding = JointCalls(self.collectives), Sharding()
@@ -164,6 +170,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------ the step
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Run one optimizer step. Collective. Returns the closure's value, None without one.
