@@ -1,9 +1,13 @@
 """The trainer end to end: a few steps of the embedded recipe in real processes, and bitwise resuming."""
 
+import errno
 import functools
 import json
 import math
+import os
+import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, TWELVE, first_steps, pool_for, train
+from torchtitan_scape.trainer.metrics import name_write_errors
 
 
 @pytest.fixture(scope="session")
@@ -230,6 +237,26 @@ def test_tensorboard_contains_the_metrics(run_of_12: Any, tmp_path: Path) -> Non
     twice = EventAccumulator(str(tmp_path))
     twice.Reload()
     assert [event.step for event in twice.Scalars("sync/density")] == list(range(1, 13))
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's thread printed a traceback, and its error was raised later, without a path."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    writer = SummaryWriter(str(tmp_path))
+    name_write_errors(writer)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    expected = re.escape(f"TensorBoard's file in {tmp_path} cannot be written: No space left on device; free space")
+    with pytest.raises(ValueError, match=expected):
+        for step in range(2):  # Flushing waits for the thread, whose error may only be known afterwards.
+            writer.add_scalar("loss", 1.0, step)
+            writer.flush()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_invalid_data_raise_an_error_on_every_rank(pool2: Pool, tmp_path: Path) -> None:

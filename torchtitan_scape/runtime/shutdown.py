@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -300,7 +301,12 @@ class Shutdown:
         if seconds is None:
             close()
             return
-        thread = threading.Thread(target=close, daemon=True)  # It may block on a lost rank.
+
+        def try_to_close() -> None:
+            with suppress(OSError, ValueError):  # The outcome of the run is reported already.
+                close()
+
+        thread = threading.Thread(target=try_to_close, daemon=True)  # It may block on a lost rank.
         thread.start()
         thread.join(seconds)
 

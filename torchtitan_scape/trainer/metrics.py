@@ -3,9 +3,10 @@
 import logging
 import math
 import socket
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -87,6 +88,35 @@ class SentBytes(NamedTuple):
     dense: float
 
 
+def name_write_errors(writer: Any) -> None:
+    """Make a SummaryWriter raise ValueError, with its folder and the fix, if its file cannot be written.
+
+    A thread writes the file, and its OSError, without a path, is raised by a later call: it is printed only once.
+    """
+
+    def named(call: Callable[..., None]) -> Callable[..., None]:
+        def call_named(*args: Any) -> None:
+            try:
+                call(*args)
+            except OSError as error:
+                raise ValueError(
+                    f"TensorBoard's file in {writer.log_dir} cannot be written: {error.strerror}; free space there, "
+                    "choose another job.dump_folder, or set --metrics.no-enable_tensorboard"
+                ) from error
+
+        return call_named
+
+    events = writer.file_writer.event_writer
+    for name in ("add_event", "flush", "close"):
+        setattr(events, name, named(getattr(events, name)))
+    threading.excepthook = _print_once
+
+
+def _print_once(args: threading.ExceptHookArgs) -> None:
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(args)
+
+
 class ReplicaMetrics(MetricsProcessor):
     """TorchTitan's metrics, and one line with the bytes per step since the last log line, see `SentBytes`."""
 
@@ -106,6 +136,8 @@ class ReplicaMetrics(MetricsProcessor):
         self._sent_before: dict[Entry, float] = {}
         self._sent_earlier: dict[str, float] | None = {}  # before this process, see `total_sent`
         self._seconds: dict[str, float] = defaultdict(float)
+        for writer in self._writers():
+            name_write_errors(writer)
 
     def begin(self, step: int, sent: dict[str, float] | None) -> None:
         """Mark the first step of this process in TensorBoard's file.
