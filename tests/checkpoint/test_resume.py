@@ -79,6 +79,7 @@ def look(trainer: Any) -> dict[str, Any]:
         "pending": pending(trainer),
         "weights": {k: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for k, p in parameters.items()},
         "dense": None if masks is None else masks.in_use.dense,
+        "tokens": trainer.ntokens_seen,
     }
 
 
@@ -167,7 +168,7 @@ def first_half(
 def test_another_layout_or_method_keeps_pending_updates(
     before: str, after: str, method: str, into: str, first_half: Any, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The mean over replicas of moment and residual, and the parameters, do not change."""
+    """The mean over replicas of moment and residual, the parameters, and the number of tokens do not change."""
     saved = first_half(before, method, tmp_path)
     resumed = pool_of(after, request)(
         second,
@@ -184,6 +185,9 @@ def test_another_layout_or_method_keeps_pending_updates(
     )
     if into.startswith("scape"):
         assert all(r["dense"] for r in resumed)
+    if before != "tensor":  # Its ranks read the same tokens.
+        before_save, loaded = (sum(rank["tokens"] for rank in ranks) for ranks in (saved, resumed))
+        assert before_save - len(resumed) < loaded <= before_save
     for other in resumed[1:]:
         assert largest(resumed[0]["after"], other["after"]) == 0.0
     assert resumed[0]["loss"] < saved[0]["loss"] + 0.5

@@ -426,6 +426,9 @@ class ReplicaCheckpointer(CheckpointManager):
                 reader.fill_weights()
             elif self._optimizers.levels is not None:
                 self._optimizers.levels.masters_loaded()  # the migration may have loaded weights into the masters
+        trainer: Any = self.states["train_state"]
+        ranks, mine = (values["replicate"] * values["shard"] for values in (saved, self.record.values))
+        trainer.ntokens_seen = trainer.ntokens_seen * ranks // mine  # a rank counts those of its simulated replicas
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
         self.record.sent = saved.get("bytes_sent")
@@ -453,8 +456,6 @@ class ReplicaCheckpointer(CheckpointManager):
             load_into(path, {DATALOADER: loader})
             return []
         load_into(path, {DATALOADER: old})
-        trainer: Any = self.states["train_state"]
-        trainer.ntokens_seen = trainer.ntokens_seen * readers // mine  # every rank counts its own tokens
         return [loader.load_resharded([old])]
 
     def _set_learning_rates(self, changed: bool) -> None:
