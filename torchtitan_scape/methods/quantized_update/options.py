@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal
 
 from torchtitan_scape.core.options import LAYOUT
@@ -190,6 +190,7 @@ def basis_entries(shape: Shape) -> int:
     return sum(n * largest_divisor(n, WHITENED_TOGETHER) for n, whitened in sides if whitened)
 
 
+@cache
 def largest_divisor(size: int, limit: int) -> int:
     """Return the largest divisor of a size up to a limit."""
     return next(n for n in range(min(size, limit), 0, -1) if size % n == 0)
