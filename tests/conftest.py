@@ -11,7 +11,9 @@ import os
 if not os.environ.get("SCAPE_GPU_TESTS"):
     for _name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         os.environ[_name] = ""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of the test server hangs in a pool of threads
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # OpenMP's threads do not survive a fork, and a test would wait for them
 
 import pytest
 

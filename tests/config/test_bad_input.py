@@ -367,7 +367,7 @@ def test_arguments_of_unused_sections_give_a_warning() -> None:
     """Without it, a run with an interval and without the switch would save no checkpoint, and nothing would say so."""
     arguments = [RECIPE, "--checkpoint.interval=5", "--sync.topk.density=0.5", "--sync.scape.density=0.5"]
     assert resolve(arguments).unused() == [
-        "--checkpoint.interval has no effect without --checkpoint.enable",
+        "--checkpoint.interval has no effect with [checkpoint] enable = false",
         "--sync.topk.density has no effect with [sync] method = 'scape'",
     ]
     assert resolve([*arguments, "--checkpoint.enable", "--sync.method=topk"]).unused() == [

@@ -69,7 +69,7 @@ class Resolved:
         for key in (key for key, by in self.origins.items() if by == COMMAND_LINE):
             section = key.rpartition(".")[0]
             if self.values.get(f"{section}.enable") is False and key != f"{section}.enable":
-                lines.append(f"--{key} has no effect without --{section}.enable")
+                lines.append(f"--{key} has no effect with [{section}] enable = false")
             if section.startswith("sync.") and section != f"sync.{method}":
                 lines.append(f"--{key} has no effect with [sync] method = {method!r}")
         return lines

@@ -115,7 +115,7 @@ def local(tensor: Tensor) -> Tensor:
 def weak_hook(method: Callable[..., None], *args: Any) -> Callable[[Tensor], None]:
     """Return a hook of a parameter that calls `method(*args, tensor)` as long as the object of the method exists.
 
-    Python never frees a cycle through such a hook, as of an object that refers to the parameter.
+    A strong reference would be part of a cycle (object, parameter, hook) that Python's garbage collector does not see.
     """
     reference = WeakMethod(method)
 

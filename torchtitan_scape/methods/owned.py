@@ -1,6 +1,6 @@
 """The parts of the parameters that one replica alone updates, and an optimizer with the state of these parts only."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.optimizers.pytorch import (
-    STEP_HOOKS,
     create_state,
     has_step_of,
     initial_value,
@@ -147,7 +146,7 @@ class OwnedParts:
         finally:
             for part in parts:
                 part.shard.parameter.grad = None
-        for (group, rates), old in zip(groups, before, strict=True):  # what a class counts or estimates in its groups
+        for (group, rates), old in zip(groups, before, strict=True):  # counters and estimates of the optimizer
             rates.update({key: value for key, value in group.items() if value is not old.get(key)})
 
     def _set_counters(self, parts: Sequence[Part], value: float) -> None:
@@ -166,6 +165,7 @@ class OwnedParts:
         return [self.applied]
 
     def set_steps(self, steps: float) -> None:
+        """Set that counter."""
         self.applied.fill_(steps)
 
     def within(self, name: str, values: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
     """Return an optimizer as another one, for parts of its parameters, without their state; None if there are no parts.
 
     Args:
-        optimizer: Supplies class, rates and hooks. It is not changed.
+        optimizer: Supplies class, rates and pre-hooks of its step. It is not changed.
         parts: Have the indices of its param groups.
         wholes: Its parameters, by the names of the parts.
 
@@ -215,13 +215,13 @@ def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Shard], wholes: Map
                 "replicas; pass an optimizer that is no subclass of Muon, AdamS or SignSGD"
             )
         made = optimizer.for_parts(groups, wholes) if isinstance(optimizer, Muon) else optimizer.for_parts(groups)
-        for hooks in STEP_HOOKS:
-            setattr(made, hooks, getattr(optimizer, hooks))
+        made._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         return made
     made = object.__new__(type(optimizer))
     # A learning-rate scheduler replaces the step of an object, by one that is bound to it.
     made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     made.param_groups, made.state = groups, defaultdict(dict)
+    made._optimizer_step_post_hooks = OrderedDict()  # `ReplicaOptimizer` runs them
     return made
 
 

@@ -1,7 +1,8 @@
 """PyTorch's optimizers: their algorithm, their state before the first step, and the step of AdamW in one launch."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import unwrap
 from typing import Any
 
@@ -40,12 +41,22 @@ def state_by_kind(
     return moments, others
 
 
+@contextmanager
+def without_post_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer's `step` runs none of its post-hooks."""
+    hooks, optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks, OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_post_hooks = hooks
+
+
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create the state that parameters lack, as it is before the first step.
 
     PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
-    Neither weights, param groups nor the state of other parameters change, also if another class counts in its groups,
-    or changes weights although its rates are 0.
+    Neither weights, param groups nor the state of other parameters change, also if an optimizer stores counters in its
+    param groups, or changes weights although its rates are 0.
 
     Raises:
         ValueError: the state of this class does not start from zeros.

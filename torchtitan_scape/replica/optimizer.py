@@ -27,6 +27,7 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap, ForwardOverlap
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.optimizers.pytorch import without_post_hooks
 from torchtitan_scape.optimizers.registry import release_state
 from torchtitan_scape.replica import checks, simulation
 from torchtitan_scape.replica.checks import JointCalls
@@ -100,12 +101,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             release_state(optimizer)
         self.inner, self.model, self.replicas = optimizer, model, replicas
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        # They run after the exchange: the wrapped optimizer may step on parts of the parameters, or not at all.
-        self._optimizer_step_post_hooks, optimizer._optimizer_step_post_hooks = (
-            optimizer._optimizer_step_post_hooks,
-            self._optimizer_step_post_hooks,
-        )
-        optimizer.register_step_post_hook = self.register_step_post_hook  # type: ignore[method-assign]
         self._shards, self._stashed = collect_shards(optimizer.param_groups), list[list[Tensor]]()
         checks.count_copies_once(self._shards, self.collectives)
         self.joint_calls, self.sharding = JointCalls(self.collectives), Sharding()
@@ -202,7 +197,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         infos = [StepInfo(self.attempted_steps, applied, each) for each in norms]
         for weights in self.weights[1:]:
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
-        self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
+        with without_post_hooks(self.inner):
+            self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         self.guard.conclude(self.grad_norm)
         if self.guard.rates is not None:
             self.guard.rates.after_step()
@@ -216,6 +212,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.sharding.version.changed_if(self.guard.last_applied)
         if self._consistency_interval and self.attempted_steps % self._consistency_interval == 0:
             self.check_consistency(self.attempted_steps)
+        # Here, because the wrapped optimizer may step on parts of the parameters, or not at all.
+        if hooks := list(self.inner._optimizer_step_post_hooks.values()):
+            self.wait_for_weights()
+            for hook in hooks:
+                hook(self.inner, (), {})
         return loss
 
     def stash_replica_gradients(self) -> None:

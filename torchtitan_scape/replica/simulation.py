@@ -76,6 +76,7 @@ class ReplicaWeights:
         return [state["step"] for state in self.optimizer.state.values() if "step" in state]
 
     def set_steps(self, steps: float) -> None:
+        """Set these counters."""
         for state in self.optimizer.state.values():
             set_counter(state, steps)
 

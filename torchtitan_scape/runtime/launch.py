@@ -12,6 +12,8 @@ after a checkpoint (see `rendezvous`).
 MAX_RESTARTS   restarts without progress before giving up; 0 for none
 STOP_SECONDS   time for the ranks to end by themselves after a signal, by default 1800
 SCAPE_*        internal state between the starts of one run
+
+`launcher` does the work. This module imports no torch.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""torchrun's agent on this node, and what it does when ranks stop, fail or have to restart. Started by `launch`."""
+"""torchrun's agent on this node: stops, failures and restarts of its ranks. `launch` starts it."""
 
 import contextlib
 import json

@@ -428,7 +428,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 self._optimizers.levels.masters_loaded()  # the migration may have loaded weights into the masters
         trainer: Any = self.states["train_state"]
         ranks, mine = (values["replicate"] * values["shard"] for values in (saved, self.record.values))
-        trainer.ntokens_seen = trainer.ntokens_seen * ranks // mine  # a rank counts those of its simulated replicas
+        trainer.ntokens_seen = trainer.ntokens_seen * ranks // mine  # each rank's includes its simulated replicas
         if DATALOADER not in excluded:
             messages += self._load_data(path, saved)
         self.record.sent = saved.get("bytes_sent")

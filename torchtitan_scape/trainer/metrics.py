@@ -100,8 +100,8 @@ def name_write_errors(writer: Any) -> None:
                 call(*args)
             except OSError as error:
                 raise ValueError(
-                    f"TensorBoard's file in {writer.log_dir} cannot be written: {error.strerror}; free space there, "
-                    "choose another job.dump_folder, or set --metrics.no-enable_tensorboard"
+                    f"TensorBoard's file in {writer.log_dir} cannot be written: {error.strerror or error}; free space "
+                    "there, choose another job.dump_folder, or set --metrics.no-enable_tensorboard"
                 ) from error
 
         return call_named
@@ -109,12 +109,14 @@ def name_write_errors(writer: Any) -> None:
     events = writer.file_writer.event_writer
     for name in ("add_event", "flush", "close"):
         setattr(events, name, named(getattr(events, name)))
-    threading.excepthook = _print_once
+    others = threading.excepthook
 
+    def leave_out(args: threading.ExceptHookArgs) -> None:
+        is_writer = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_writer and isinstance(args.exc_value, OSError)):
+            others(args)
 
-def _print_once(args: threading.ExceptHookArgs) -> None:
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        threading.__excepthook__(args)
+    threading.excepthook = leave_out
 
 
 class ReplicaMetrics(MetricsProcessor):
