@@ -1,8 +1,7 @@
 """PyTorch's optimizers: their algorithm, their state before the first step, and the step of AdamW in one launch."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import unwrap
 from typing import Any
 
@@ -39,16 +38,6 @@ def state_by_kind(
                 by_kind = moments if values.shape == shard.parameter.shape else others
                 by_kind.setdefault(kind, {})[shard.name] = local(values)
     return moments, others
-
-
-@contextmanager
-def without_post_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer's `step` runs none of its post-hooks."""
-    hooks, optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks, OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_post_hooks = hooks
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

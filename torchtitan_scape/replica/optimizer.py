@@ -1,6 +1,7 @@
 """The optimizer step of this process's replicas: check, synchronize, clip, update."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,6 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.options import MethodOptions
 from torchtitan_scape.methods.overlap import BackwardOverlap, ForwardOverlap
 from torchtitan_scape.methods.registry import METHODS
-from torchtitan_scape.optimizers.pytorch import without_post_hooks
 from torchtitan_scape.optimizers.registry import release_state
 from torchtitan_scape.replica import checks, simulation
 from torchtitan_scape.replica.checks import JointCalls
@@ -197,7 +197,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         infos = [StepInfo(self.attempted_steps, applied, each) for each in norms]
         for weights in self.weights[1:]:
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
-        with without_post_hooks(self.inner):
+        with self._without_post_hooks():
             self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         self.guard.conclude(self.grad_norm)
         if self.guard.rates is not None:
@@ -218,6 +218,15 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             for hook in hooks:
                 hook(self.inner, (), {})
         return loss
+
+    @contextmanager
+    def _without_post_hooks(self) -> Iterator[None]:
+        """Inside, the step of the wrapped optimizer runs none of its post-hooks."""
+        hooks, self.inner._optimizer_step_post_hooks = self.inner._optimizer_step_post_hooks, OrderedDict()
+        try:
+            yield
+        finally:
+            self.inner._optimizer_step_post_hooks = hooks
 
     def stash_replica_gradients(self) -> None:
         """Store the gradients of a simulated replica after its backward passes, and set them to None.
