@@ -16,13 +16,7 @@ from torchtitan_scape.methods.base import scaled_for_steps
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.elementwise import AdamS, SignSGD
 from torchtitan_scape.optimizers.muon import Muon
-from torchtitan_scape.optimizers.pytorch import (
-    create_state,
-    has_step_of,
-    initial_value,
-    set_counter,
-    state_by_kind,
-)
+from torchtitan_scape.optimizers.pytorch import create_state, has_step_of, initial_value, set_counter, state_by_kind
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.partition import Slice
 

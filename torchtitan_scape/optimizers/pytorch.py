@@ -14,7 +14,7 @@ from torchtitan_scape.core.tensors import add_to_each_
 from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.tensors import Rates, in_dry_run
 
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of PyTorch's optimizers
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of PyTorch's optimizers
 _NOT_FROM_ZEROS = (torch.optim.ASGD, torch.optim.Rprop)
 
 
@@ -71,8 +71,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
     for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
-    hooks = {name: getattr(optimizer, name) for name in STEP_HOOKS}
-    for name in STEP_HOOKS:
+    hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS}
+    for name in _STEP_HOOKS:
         setattr(optimizer, name, OrderedDict())  # this is no step of the run
     optimizer.step()
     for name, registered in hooks.items():
