@@ -147,9 +147,16 @@ def test_the_launcher_starts_the_recipe_on_all_processes(tmp_path: Path, monkeyp
         monkeypatch.setenv("CONFIG_FILE", given)
         with pytest.raises(ValueError, match=message):
             start.prepare()
-    monkeypatch.setenv("LOG_RANK", "a")
-    with pytest.raises(ValueError, match=r"LOG_RANK=a; it must be numbers of ranks, such as 0,1"):
-        start.prepare()
+    monkeypatch.setenv("CONFIG_FILE", "own.toml")
+    for given, message in (
+        ("a", r"LOG_RANK=a; it must be numbers of ranks, such as 0,1"),
+        ("5,3", r"LOG_RANK=5,3: a node has 3 ranks here, from 0 on; no output would be shown"),
+    ):
+        monkeypatch.setenv("LOG_RANK", given)
+        with pytest.raises(ValueError, match=message):
+            start.prepare()
+    monkeypatch.setenv("LOG_RANK", "2,5")
+    start.prepare()
 
 
 def test_gpus_are_counted_behind_the_output_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ def prepare() -> tuple[list[str], str]:
         raise ValueError(f"LOG_RANK={shown}; it must be numbers of ranks, such as 0,1")
     recipe = recipe_files(os.environ.get("CONFIG_FILE") or EMBEDDED)
     ranks = ranks or count_devices() or 2
+    if min(map(int, shown.split(","))) >= ranks:
+        raise ValueError(f"LOG_RANK={shown}: a node has {ranks} ranks here, from 0 on; no output would be shown")
     # Log only errors of C++: the warnings about a lost store have 30 lines each and hide the name of the lost rank.
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "NGPU": str(ranks)}

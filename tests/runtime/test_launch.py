@@ -69,7 +69,7 @@ def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path
     """The launcher prints the first failed rank's message, whichever ranks LOG_RANK shows."""
     wrong = ["--training.dataset=text_files", "--training.dataset_path=/nowhere"]
     arguments = [f"--job.dump_folder={tmp_path}/out", *wrong]
-    result, seconds = launch({"LOG_RANK": "7"}, *arguments)
+    result, seconds = launch({"LOG_RANK": "1"}, *arguments)
     output = result.stdout + result.stderr
     assert result.returncode != 0 and seconds < 60
     assert "error: rank" in output and "/nowhere" in output
