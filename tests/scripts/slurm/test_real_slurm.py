@@ -102,7 +102,8 @@ def test_a_canceled_job_is_not_requeued_and_a_fixed_one_says_how_to_continue(
     slurm.run("scancel", "--signal=USR1", fixed.number)
     fixed.wait_for_end()
     line = next(line for line in fixed.text().splitlines() if "to continue, with" in line)
-    assert f"CONFIG_FILE={EMBEDDED} MODULES='' NCCL_NET=none sbatch --nodes=2" in line and "vista.sbatch" in line
+    assert f"CONFIG_FILE={EMBEDDED} PYTHON=" in line and "vista.sbatch" in line
+    assert " MODULES='' NCCL_NET=none REQUEUE=0 sbatch --nodes=2" in line
     assert "--training.steps=500" in line
 
 

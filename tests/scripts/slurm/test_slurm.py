@@ -218,6 +218,17 @@ def test_local_rank_is_the_device_index(environment: dict[str, str], local: str,
     assert "RANK=5\n" in result.stdout and "WORLD_SIZE=8\n" in result.stdout
 
 
+def test_a_node_of_an_elastic_job_shows_its_first_rank(tmp_path: Path) -> None:
+    """LOG_RANK contains numbers of nodes. The launcher of a node would read them as ranks of its node."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    job = {"ELASTIC": "1", "SLURM_JOB_ID": "7", "SCAPE_FAILURE_FILE": f"{tmp_path}/failures", "PYTHON": str(python)}
+    result = rank({**job, "SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": "5"}, tmp_path / "node")
+    assert "MASTER_PORT=15000\n" in result.stdout, result.stderr
+    assert "LOG_RANK=" not in result.stdout
+
+
 @pytest.mark.parametrize(
     "environment, message",
     [
@@ -248,16 +259,18 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
     result, _ = submit("vista", tmp_path, environment, "--a.key=two words", scontrol=scontrol.read_text())
     assert result.returncode == 75 and not (tmp_path / "requeued").exists(), result.stderr
     line = result.stdout.splitlines()[-1]
-    command = f"CONFIG_FILE={EMBEDDED} MODULES='' sbatch --nodes=2 -A project --ntasks-per-node=1 /here/vista.sbatch"
-    assert "to continue, with your other options of sbatch: cd " in line and line.endswith(
-        f"{command} --a.key=two\\ words"
-    )
+    given = "MODULES='' REQUEUE=0 sbatch" if how == "REQUEUE=0" else "MODULES='' sbatch"
+    command = f"{given} --nodes=2 -A project --ntasks-per-node=1 /here/vista.sbatch --a.key=two\\ words"
+    assert "to continue, with your other options of sbatch: cd " in line and line.endswith(command)
+    assert f" CONFIG_FILE={EMBEDDED} PYTHON=" in line
     if how == "REQUEUE=0":  # another cluster's job names what its file does not contain
         job = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_PER_NODE": "2"}
         environment |= job | {"SLURM_JOB_PARTITION": "gpu", "SRUN_FLAGS": "--cpu-bind=none"}
         result, _ = submit("cluster", tmp_path, environment, scontrol=scontrol.read_text())
-        given = "SRUN_FLAGS=--cpu-bind=none sbatch --nodes=2 -A project -p gpu --ntasks-per-node=2 --cpus-per-task=12 "
-        assert f"{given}--gpus-per-node=2 /here/" in result.stdout.splitlines()[-1]
+        given = "SRUN_FLAGS=--cpu-bind=none REQUEUE=0 sbatch --nodes=2 -A project -p gpu --ntasks-per-node=2 "
+        assert f"{given}--cpus-per-task=12 --gpus-per-node=2 /here/" in result.stdout.splitlines()[-1]
+        result, _ = submit("vista", tmp_path, environment | {"RANKS_PER_NODE": "2"}, scontrol=scontrol.read_text())
+        assert " RANKS_PER_NODE=2 REQUEUE=0 sbatch " in result.stdout.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------- failure
