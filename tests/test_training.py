@@ -21,7 +21,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, TWELVE, first_steps, pool_for, train
-from torchtitan_scape.trainer.metrics import name_write_errors
+from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.trainer.metrics import ReplicaMetrics, name_write_errors
 
 
 @pytest.fixture(scope="session")
@@ -237,6 +238,17 @@ def test_tensorboard_contains_the_metrics(run_of_12: Any, tmp_path: Path) -> Non
     twice = EventAccumulator(str(tmp_path))
     twice.Reload()
     assert [event.step for event in twice.Scalars("sync/density")] == list(range(1, 13))
+
+
+def test_wandb_that_is_not_installed_is_refused() -> None:
+    """TorchTitan logs an error at startup, and trains without the metrics."""
+    config: Any = JobConfig()
+    config.metrics.enable_wandb = True
+    with (
+        patch("torchtitan_scape.trainer.metrics.find_spec", return_value=None),
+        pytest.raises(ValueError, match=r"\[metrics\] enable_wandb = true needs the package wandb: pip install wandb"),
+    ):
+        ReplicaMetrics(config, None)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_under_tensorboard_is_one_line(

@@ -52,6 +52,7 @@ def missing_cause() -> None:
     "work, message",
     [
         (lambda: os.mkdir("/dev/null/tb"), "/dev/null/tb cannot be used: Not a directory; choose another path"),
+        (lambda: os.mkdir("/dev/null"), "/dev/null cannot be used: it is a file, or a link to nothing; choose another"),
         (lambda: os.mkdir("/dev/null/.cache/huggingface"), "Not a directory; set HF_HOME to a folder"),
         (lambda: os.mkdir("/dev/null/torchinductor_me"), "set TORCHINDUCTOR_CACHE_DIR to a folder"),
         (full_disk, r"No space left on device: free space in job\.dump_folder, HF_HOME, .* or TMPDIR"),

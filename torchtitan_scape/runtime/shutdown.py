@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -84,7 +85,8 @@ def _os_error(error: OSError) -> str:
     for part, variable in _CACHES.items():
         if part in path:
             fix = f"set {variable} to a folder that this user can write to"
-    return f"{path} cannot be used: {error.strerror}; {fix}"
+    reason = "it is a file, or a link to nothing" if isinstance(error, FileExistsError) else error.strerror
+    return f"{path} cannot be used: {reason}; {fix}"
 
 
 def _place_in_torchtitan(traceback: TracebackType | None) -> str:
@@ -292,7 +294,7 @@ class Shutdown:
         return LOST
 
     def _failure(self, code: int, outcome: str) -> Failure:
-        return Failure(self.rank, code, f"rank {self.rank} {outcome}")
+        return Failure(self.rank, code, f"rank {self.rank} ({socket.gethostname()}) {outcome}")
 
     def _close(self, seconds: float | None) -> None:
         if self.close is None:

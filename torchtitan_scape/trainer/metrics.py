@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -127,6 +128,8 @@ class ReplicaMetrics(MetricsProcessor):
     def __init__(
         self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
     ) -> None:
+        if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # TorchTitan would train without it
+            raise ValueError("[metrics] enable_wandb = true needs the package wandb: pip install wandb")
         super().__init__(job_config, parallel_dims, tag)
         self.last_loss: float | None = None
         self.zero_gradient = False  # whether some rank's gradient norm was exactly 0 at the last logged step
