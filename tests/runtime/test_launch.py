@@ -77,6 +77,26 @@ def test_missing_data_ends_in_one_line_from_a_rank_without_output(tmp_path: Path
     assert not (tmp_path / "out").exists(), "nor is an empty folder left"
 
 
+def test_an_unexpected_error_of_a_rank_without_output_has_its_traceback_and_host(tmp_path: Path) -> None:
+    """The launcher deletes the output of this rank."""
+    (tmp_path / "failing.py").write_text(
+        "import os, time\n"
+        "from torchtitan_scape.runtime.shutdown import Shutdown\n"
+        "def work():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise KeyError('nothing')\n"
+        "    time.sleep(60)\n"
+        "Shutdown().run(work, (ValueError,))\n"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    result, _ = launch({"TRAIN_PROGRAM": "failing", "PYTHONPATH": path, "LOG_RANK": "0"})
+    assert result.returncode == 3
+    output = result.stdout + result.stderr
+    assert f"[rank 0] error: rank 1 ({socket.gethostname()}) stopped: KeyError: 'nothing'" in output
+    assert output.count("Traceback") == 1 and "raise KeyError('nothing')" in output
+    assert "error: rank 1 ended with exit code 3: KeyError: 'nothing'" in output or "rank 0 ended with" in output
+
+
 def test_an_error_of_one_rank_in_set_up_ends_all_without_a_restart(tmp_path: Path) -> None:
     """Only rank 0 writes to TensorBoard, after the process groups exist."""
     arguments = [f"--job.dump_folder={tmp_path}/out", "--metrics.save_tb_folder=/sys/out", "--checkpoint.enable"]

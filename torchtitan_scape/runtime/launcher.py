@@ -258,6 +258,7 @@ def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:
             128 + ranks.requested,
             f"stopped by {ranks.requested.name} before the ranks handled signals; nothing was saved",
         )
+    _print_hidden_traceback(error)
     rank, failure = error.get_first_failure()
     report: Any = failure.message
     if isinstance(report, dict):  # The exception that the rank recorded.
@@ -267,6 +268,16 @@ def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:
     else:
         message = report  # Names the signal.
     return _exit_code(codes), f"rank {rank} {_exit_text(failure.exitcode)}: {message}"
+
+
+def _print_hidden_traceback(error: ChildFailedError) -> None:
+    """Print the traceback of an unexpected error if only ranks had it whose output is not shown, and deleted."""
+    shown = next((one.partition("=")[2].split(",") for one in sys.argv if one.startswith("--local-ranks-filter=")), [])
+    reports = {str(one.local_rank): one.message for one in error.failures.values() if isinstance(one.message, dict)}
+    # `Shutdown` records a ConnectionError if another rank failed, and a ValueError for wrong input.
+    own = [rank for rank, report in reports.items() if report["message"].startswith("RuntimeError: ")]
+    if shown and own and not set(own) & set(shown):
+        print(reports[own[0]]["extraInfo"]["py_callstack"], end="", file=sys.stderr)
 
 
 def _exit_code(codes: Collection[int | None]) -> int:

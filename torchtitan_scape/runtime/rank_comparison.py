@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import socket
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -125,13 +126,11 @@ def check_ranks_agree(own: dict[str, str], device: torch.device) -> None:
     other = next(i for i in range(world) if pairs[i] != common)
     reference_facts: list[Any] = [own] if rank == reference else [None]
     dist.broadcast_object_list(reference_facts, src=reference, device=device)
-    other_facts: list[Any] = [own] if rank == other else [None]
+    other_facts: list[Any] = [own, socket.gethostname()] if rank == other else [None, None]
     dist.broadcast_object_list(other_facts, src=other, device=device)
-    raise ValueError(
-        describe_difference(
-            reference_facts[0], reference, other_facts[0], other, [i for i in range(world) if pairs[i] != common]
-        )
-    )
+    differing = [i for i in range(world) if pairs[i] != common]
+    text = describe_difference(reference_facts[0], reference, other_facts[0], other, differing)
+    raise ValueError(f"{text}; rank {other} is on {other_facts[1]}")
 
 
 def describe_difference(
