@@ -155,7 +155,7 @@ def test_moments_outside_the_state_are_those_of_pytorch(how: str, code: str, mon
 
 @pytest.mark.parametrize(
     "options",
-    [slow(dict(density=0.1, density_warmup_steps=2, code="bfloat16"))],
+    [slow(dict(density=0.1, density_warmup_steps=2, code="int8"))],
 )
 def test_simulated_replicas_equal_real_ones(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps of two replicas; the third is skipped because of a NaN of the second replica."""
