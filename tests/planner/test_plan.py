@@ -241,6 +241,16 @@ def test_the_recommendation_for_48_nodes_of_frontier() -> None:
         assert part in done.stdout
 
 
+def test_a_reader_that_ends_early_causes_no_traceback() -> None:
+    """As in `... | head`."""
+    command = [sys.executable, "-m", "torchtitan_scape.planner.plan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as planner:
+        assert planner.stdout and planner.stderr
+        planner.stdout.close()
+        assert planner.stderr.read() == b""
+    assert planner.returncode == 0
+
+
 def test_nominal_links_need_overlap(capsys: pytest.CaptureFixture) -> None:
     assert main([*FRONTIER[:3], "8", *FRONTIER[4:]]) == 0
     said = capsys.readouterr().out

@@ -6,8 +6,6 @@ command line parser prints a box of several lines and raises SystemExit. Here bo
 
 import difflib
 import functools
-import os
-import sys
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.recipes import Recipe, Table, load, split_names
 from torchtitan_scape.config.reference import help_text
 from torchtitan_scape.config.resolved import Resolved
-from torchtitan_scape.core.command import one_line
+from torchtitan_scape.core.command import one_line, print_text
 from torchtitan_scape.core.files import packaged
 from torchtitan_scape.core.options import REMOVED_KEYS, check_value, present_key, renamed, value_of_text
 from torchtitan_scape.titan.config import ConfigManager
@@ -123,11 +121,7 @@ def _print_help(arguments: list[str]) -> None:
     for i, argument in enumerate(arguments):
         if argument in ("-h", "--help"):
             following = arguments[i + 1] if i + 1 < len(arguments) else ""
-            text = help_text("" if following.startswith("-") else following)
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:  # the reader has ended, as `head` does
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+            print_text(help_text("" if following.startswith("-") else following))
             raise SystemExit(0)
 
 

@@ -81,3 +81,11 @@ def parser_of(module: str, doc: str | None) -> Parser:
 def one_line(error: BaseException) -> str:
     """Return the error message on a single line."""
     return " ".join(str(error).split())
+
+
+def print_text(text: str) -> None:
+    """Print a text whose reader may end before its end, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end

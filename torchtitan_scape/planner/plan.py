@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_scape.core.command import Parser
+from torchtitan_scape.core.command import Parser, print_text
 from torchtitan_scape.core.workloads import WORKLOADS, Workload
 from torchtitan_scape.planner.candidates import (
     COMPARED,
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"torchtitan_scape.planner.plan: {error}", file=sys.stderr)
         return 2
-    print(text)
+    print_text(text)
     return 0
 
 
