@@ -85,7 +85,7 @@ def build(
     model = Net()
     if other is None:
         model.layers[1].compile(backend="aot_eager")
-        model.layers[4].compile(backend="aot_eager")
+        model.layers[4] = torch.compile(model.layers[4], backend="aot_eager", fullgraph=True)
     if shard > 1:
         shape = dist.get_world_size() // shard, shard
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"]

@@ -301,7 +301,8 @@ class ForwardOverlap:
             if not numbers:
                 continue
             is_large = LARGEST_UNIT * sum(self._entries[i] for i in numbers) > sum(self._entries)
-            if type(child).forward is nn.Module.forward:  # a list or a dict of modules
+            # Lists and dicts of modules have no `forward` of their own, and neither have compiled modules.
+            if type(child).forward is nn.Module.forward and not is_compiled(child):
                 self._assign(child, owner)
             elif is_large and any(True for _ in child.children()) and not is_compiled(child):
                 self._assign(child, child)
