@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.training import METHODS, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.sharding.options import LevelsOptions
+from torchtitan_scape.sharding.tagc import TagcReduce
 
 TAGC = ["--sharding.gradients_code=tagc", "--sharding.tagc.min_entries=1", "--sharding.tagc.sparsity=0.8"]
 KEEP = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last-save-model-only"]
@@ -39,6 +41,31 @@ def test_resuming_equals_the_uninterrupted_run(pool4: Pool, tmp_path: Path) -> N
     sent, planned = (found[f"{which}shard_axis_bytes_per_step_and_rank"] for which in ("", "planned_"))
     assert sent == pytest.approx(planned) and {key.split()[1] for key in sent} == {"weights", "gradients", "index"}
     assert found["residual_norm"] > 0
+
+
+def calls_of(folder: str, arguments: list[str]) -> list[str]:
+    """Train; return the calls that wait for the copies of a checkpoint, and those that change a residual, in order."""
+    from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
+
+    calls: list[str] = []
+    add = TagcReduce._add
+
+    def added(group: TagcReduce, flat: torch.Tensor) -> None:
+        calls.append("add")
+        add(group, flat)
+
+    with (
+        patch.object(TagcReduce, "_add", added),
+        patch.object(ReplicaCheckpointer, "maybe_wait_for_staging", lambda _: calls.append("wait")),
+    ):
+        train(folder, arguments)
+    return calls
+
+
+def test_the_backward_pass_waits_for_the_copies_of_a_checkpoint(pool2: Pool, tmp_path: Path) -> None:
+    """It adds to the residuals, which a save in the background copies until the optimizer's step at the latest."""
+    calls = pool2(calls_of, str(tmp_path), [*METHODS["adamw"], *TAGC, *TWO, "--training.steps=1"])[0]
+    assert calls[0] == "wait" and "add" in calls
 
 
 @pytest.mark.slow

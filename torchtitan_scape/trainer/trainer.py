@@ -261,8 +261,10 @@ class ScapeTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run TorchTitan's step, and what follows it."""
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
+        if flushes or self.job_config.sharding.sparse:
+            # A full exchange, and the backward pass of TAGC, change states that may still be copied for a checkpoint.
+            self.checkpointer.maybe_wait_for_staging()
         if flushes:
-            self.checkpointer.maybe_wait_for_staging()  # a full exchange changes states that may still be copied
             self.replica_optimizer.request_full_exchange()
         begin = time.perf_counter()
         if self.observation is not None:
