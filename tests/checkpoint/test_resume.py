@@ -197,6 +197,7 @@ def test_another_layout_or_method_keeps_pending_updates(
     "method, changed, dense",
     [
         ("scape", ["--sync.scape.density=0.05", "--training.global_batch_size=8", "--training.max_norm=2"], False),
+        ("scape", ["--training.mixed_precision_param=bfloat16", "--optimizer.decay_exclude=vectors"], False),
         slow("scape", ["--optimizer.beta1=0.8", "--optimizer.lr=1e-3", "--sync.scape.no-staleness_scaling"], False),
         slow("scape", ["--sync.scape.block_size=128"], True),
         slow("scape-tensor", ["--sync.scape.staleness_scaling"], False),

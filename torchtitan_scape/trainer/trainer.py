@@ -396,10 +396,13 @@ def run_record(layout: Layout, config: JobConfig, optimizer: ReplicaOptimizer) -
         "betas": [config.optimizer.beta1, config.optimizer.beta2],
         "eps": config.optimizer.eps,
         "weight_decay": config.optimizer.weight_decay,
+        "decay_exclude": config.optimizer.decay_exclude,
         "schedule": schedule_text(config),
         "seq_len": training.seq_len,
         "global_batch_size": training.global_batch_size if training.global_batch_size > 0 else one_micro_batch,
         "max_norm": training.max_norm,
+        "mixed_precision_param": training.mixed_precision_param,
+        "converters": config.model.converters,
         "border": config.data.border,
         "sharding": asdict(config.sharding),
         # Levels over which weights, masters and states are sharded; 0 without three-level partitioning.
