@@ -66,6 +66,7 @@ def of_kind(kind: str, method: str) -> tuple[nn.Module, Any]:
     from torchtitan_scape import replicate
 
     model = make_model()
+    model[1].register_parameter("scale", nn.Parameter(torch.ones(())))
     return model, replicate(model, KINDS[kind](model.parameters()), {"method": method}, dist.group.WORLD)
 
 

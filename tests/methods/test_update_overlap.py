@@ -1,6 +1,7 @@
 """`quantized_update` with overlap, beside the backward pass and the next forward pass, has the bits of no overlap."""
 
 import copy
+import io
 import time
 import weakref
 from collections.abc import Callable
@@ -234,6 +235,8 @@ def test_modules_wait_for_their_own_weights_only() -> None:
     assert left["layers.6"] - left["layers.7"] == {name for name in names if name.startswith("layers.7.")}
     assert not overlap._in_flight
     assert copy.deepcopy(model)(tokens).shape == (1, 2, 48)
+    with pytest.raises(ValueError, match=r"save model.state_dict\(\) in place of the model"):
+        torch.save(model, io.BytesIO())
 
 
 def test_weights_are_complete_where_a_model_is_saved(pool2: Pool) -> None:

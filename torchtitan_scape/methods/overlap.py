@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -287,6 +287,12 @@ class ForwardOverlap:
     def __deepcopy__(self, memo: Any) -> "ForwardOverlap":
         """Return the object itself: the hooks of a copied model, whose weights no exchange changes, do nothing."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            "the model has hooks of this process, because overlap with 'quantized_update' changes its weights during the "
+            "forward pass; save model.state_dict() in place of the model"
+        )
 
     # --------------------------------------------------------------------------------------------- set-up
 

@@ -90,10 +90,10 @@ class OwnedParts:
             self._take_state(optimizer)
         # Replicas with parts of other kinds, or without any, declare the same kinds of state.
         each = collectives.gather_from_replicas((list(self.moments), list(self.others)))
-        self.moments, self.others = (
-            {kind: own.get(kind, {}) for kind in sorted({kind for kinds in each for kind in kinds[i]})}
-            for i, own in enumerate((self.moments, self.others))
-        )
+        kinds, others = ({kind for own in each for kind in own[i]} for i in range(2))
+        self.others |= {kind: self.moments[kind] for kind in others & self.moments.keys()}
+        self.moments = {kind: self.moments.get(kind, {}) for kind in sorted(kinds - others)}
+        self.others = {kind: self.others.get(kind, {}) for kind in sorted(others)}
 
     def _take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy what another optimizer has of the parts, and create the state of the others."""

@@ -29,7 +29,8 @@ def state_by_kind(
     """Return the local tensors of an optimizer's state without counters, by kind and name of the parameter.
 
     Returns:
-        The state of the shapes of the parameters, and that of other shapes.
+        The state of the shapes of the parameters, and that of other shapes. A number per parameter has the shape of one
+        without dimensions; it counts as of another shape if it has one for any parameter.
     """
     moments, others = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for shard in shards:
@@ -37,6 +38,8 @@ def state_by_kind(
             if isinstance(values, Tensor) and kind != "step":
                 by_kind = moments if values.shape == shard.parameter.shape else others
                 by_kind.setdefault(kind, {})[shard.name] = local(values)
+    for kind in others:
+        others[kind] |= moments.pop(kind, {})
     return moments, others
 
 

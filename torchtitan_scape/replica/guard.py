@@ -118,6 +118,10 @@ def above_the_limit(factors: Sequence[float]) -> str:
 
 # Checksums are below it, so that they are exact in FP32. Subtracted from the values, so that no zero is the smallest.
 _OFFSET = 1 << 23
+_OF_SHARES = (
+    ". An optimizer that estimates such a value needs another method, such as 'quantized': here every replica runs it on "
+    "its share of the parameters"
+)
 
 
 class RateComparison:
@@ -128,10 +132,13 @@ class RateComparison:
 
     Args:
         groups: returns the param groups.
+        is_divided: each replica updates a share of the parameters, so that estimates of the optimizer must be equal.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], collectives: ReplicaCollectives) -> None:
-        self._groups, self._collectives = groups, collectives
+    def __init__(
+        self, groups: Callable[[], Sequence[dict[str, Any]]], collectives: ReplicaCollectives, is_divided: bool
+    ) -> None:
+        self._groups, self._collectives, self._is_divided = groups, collectives, is_divided
         stages, self._stage = collectives.gather_from_stages(None)
         self._stages = len(stages)
         self._compared = set(self._read())
@@ -157,8 +164,9 @@ class RateComparison:
 
     def after_step(self) -> None:
         """Compare no longer what the optimizer has changed in its step: its own estimates, in the param groups."""
-        now = self._read()
-        self._compared -= {key for key, value in self._values.items() if now.get(key) != value}
+        if not self._is_divided:
+            now = self._read()
+            self._compared -= {key for key, value in self._values.items() if now.get(key) != value}
 
     def check(self, smallest: Sequence[float]) -> None:
         """Raise ValueError on every rank if the rates of the last step differed. Collective then.
@@ -182,7 +190,7 @@ class RateComparison:
                         raise ValueError(
                             f"rank {rank} has {key}={own!r} in param group {i}, rank {one} has {wanted!r}; every "
                             "replica needs the same values in every step: give a scheduler that reads a loss the mean "
-                            "over all ranks"
+                            f"over all ranks{_OF_SHARES if self._is_divided else ''}"
                         )
             if stage == self._stage:
                 self._compared = set(keys)
@@ -495,5 +503,5 @@ def guard_of(
         timer,
         max_skipped_steps,
         limits,
-        RateComparison(groups, collectives) if many else None,
+        RateComparison(groups, collectives, method.options.divides_update) if many else None,
     )

@@ -20,7 +20,7 @@ from torchtitan_scape.core.consistency import (
     is_plausible,
 )
 from torchtitan_scape.core.observer import ObservedState, Observer
-from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, stored
+from torchtitan_scape.core.parameters import Shard, check_contiguous, collect_shards, contiguous_gradient, stored
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
@@ -516,6 +516,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             return
         self._is_first_step = False  # the hook stays: PyTorch does not permit its removal while the hooks run
         checks.refuse_synchronized(self._shards)
+        if self.weights or self.options.divides_update:
+            check_contiguous(self._shards, self.options.method_name())  # again: the model may have been converted
         if self.weights and not self.attempted_steps:
             # Local updates would otherwise send the difference to the weights before as the first displacement.
             anchors = self._local(0).anchors()  # those of this replica: a mean over replicas is rounded
