@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.logs import logged
 from tests.pool import Pool
-from tests.replica.own_loop import loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
+from tests.replica.own_loop import batch, loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.elementwise import AdamS
 from torchtitan_scape.replica import checks
@@ -277,6 +277,31 @@ def test_schedule_free_optimizers(pool2: Pool, tmp_path: Any) -> None:
     for near, averaged, (refused, without) in pool2(two_modes, str(tmp_path)):
         assert near and averaged and without == ""
         assert "ScheduleFree has two modes" in refused and "'sparta' does not exchange" in refused
+
+
+def gathered_weights() -> list[bool]:
+    """Change the weights after a forward pass alone: return whether the next forward pass uses the new ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(make_model(), mesh=mesh["shard"])
+    optimizer = replicate(model, ScheduleFree(model.parameters()), "topk", mesh["replicate"])
+    train(model, optimizer, range(2))
+    x, fresh = batch(0, 0)[0], []
+    for change in (optimizer.eval, optimizer.train, optimizer.flush):
+        with torch.no_grad():
+            before = model(x)
+            change()
+            after = model(x)
+            model.reshard()
+            fresh.append(torch.equal(after, model(x)) and not torch.equal(after, before))
+    return fresh
+
+
+def test_weights_that_fsdp2_has_gathered_are_not_outdated(pool2: Pool) -> None:
+    """A step of training after an evaluation used the weights of the evaluation."""
+    assert pool2(gathered_weights) == [[True] * 3] * 2
 
 
 # ------------------------------------------------------------------------- hooks of the wrapped optimizer's step

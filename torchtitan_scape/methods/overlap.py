@@ -290,8 +290,8 @@ class ForwardOverlap:
 
     def __reduce__(self) -> NoReturn:
         raise ValueError(
-            "the model has hooks of this process, because overlap with 'quantized_update' changes its weights during the "
-            "forward pass; save model.state_dict() in place of the model"
+            "the model has hooks of this process, because overlap with 'quantized_update' changes its weights during "
+            "the forward pass; save model.state_dict() in place of the model"
         )
 
     # --------------------------------------------------------------------------------------------- set-up

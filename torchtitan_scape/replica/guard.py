@@ -119,8 +119,8 @@ def above_the_limit(factors: Sequence[float]) -> str:
 # Checksums are below it, so that they are exact in FP32. Subtracted from the values, so that no zero is the smallest.
 _OFFSET = 1 << 23
 _OF_SHARES = (
-    ". An optimizer that estimates such a value needs another method, such as 'quantized': here every replica runs it on "
-    "its share of the parameters"
+    ". An optimizer that estimates such a value needs another method, such as 'quantized': here every replica runs it "
+    "on its share of the parameters"
 )
 
 

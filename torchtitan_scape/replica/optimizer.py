@@ -291,6 +291,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.finish_previous_step()
         getattr(self.inner, mode)()
         self.sharding.version.changed()
+        self._reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Collective if a backward pass failed whose exchange had started."""
@@ -363,6 +364,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             for _ in self.replicas.endpoints:
                 self.stash_replica_gradients()
             self.step()
+        self._reshard()
 
     def _local(self, replica: int) -> LocalMethod:
         method = self.methods[replica]
@@ -392,9 +394,13 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.sharding.version.changed()
         for shard, value in zip(self._shards, values, strict=True):
             stored(shard.parameter).copy_(value)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Drop weights that FSDP2 has gathered for a forward pass without a backward pass: they are outdated."""
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
-                module.reshard()  # weights gathered for a forward pass without a backward pass are outdated
+                module.reshard()
 
     @torch.no_grad()
     def saved_model(self) -> dict[str, Tensor]:
