@@ -16,6 +16,7 @@ from tests.pool import Pool
 from tests.replica.own_loop import batch, loss_of, make_model, make_optimizer, shard, through_a_file, train, weights
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.elementwise import AdamS
+from torchtitan_scape.optimizers.muon import Muon
 from torchtitan_scape.replica import checks
 from torchtitan_scape.replica.replicate import replicate
 
@@ -138,6 +139,8 @@ def warned(loop: str) -> str:
 
     with logged() as lines:
         optimizer = make_optimizer(model, "sparta" if loop == "no length" else "dense", total_steps=steps)
+        if loop == "replaced":
+            model.load_state_dict({name: values.clone() for name, values in model.state_dict().items()}, assign=True)
         for step in range(3):
             if loop == "closure":
                 optimizer.step(partial(backward, step))
@@ -175,7 +178,7 @@ def sharded_warnings() -> str:
 
 
 def warnings_of_loops() -> dict[str, str]:
-    mistakes = ("clipped", "not cleared", "unused", "unused, clipped and not cleared", "no length")
+    mistakes = ("clipped", "not cleared", "unused", "unused, clipped and not cleared", "no length", "replaced")
     return {loop: warned(loop) for loop in (*RIGHT, *mistakes)} | {"sharded": sharded_warnings()}
 
 
@@ -188,6 +191,7 @@ def test_mistakes_are_named_once(pool2: Pool) -> None:
         "not cleared": "call optimizer.zero_grad() after step()",
         "unused": "1 parameters have no gradient, first 'unused'",
         "no length": "warmup_steps is 0, because the number of steps is unknown; pass total_steps to replicate()",
+        "replaced": "no parameter of the optimizer has a gradient. fully_shard() and load_state_dict(assign=True)",
         "sharded": "2 parameters have no gradient, first '5.weight'",
     }
     for loop, text in expected.items():
@@ -362,6 +366,38 @@ def compiled_step() -> bool:
 def test_a_compiled_step_runs_as_it_is(pool2: Pool) -> None:
     """Its graphs were compiled for minutes."""
     assert pool2(compiled_step) == [True, True]
+
+
+def inside_autocast(method: str, kind: Any, overlap: bool) -> bool:
+    """Compare steps, and backward passes, inside and outside of autocast."""
+    ends = []
+    for inside in (False, True):
+        model = make_model()
+        optimizer = replicate(
+            model, kind(list(model.named_parameters())), method, dist.group.WORLD, overlap=overlap, total_steps=24
+        )
+        for number in range(4):
+            optimizer.prepare_last_backward()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, number, dist.get_rank())
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.finish_previous_step()
+        ends.append(weights(model))
+    return torch.equal(*ends)
+
+
+def every_product_inside_autocast() -> list[bool]:
+    muon = partial(Muon, matrices=["2.weight"])
+    cases = [("powersgd", torch.optim.AdamW, False), ("demo", torch.optim.AdamW, False), ("dense", muon, False)]
+    return [inside_autocast(*case) for case in [*cases, ("quantized_update", muon, True)]]
+
+
+def test_steps_inside_autocast_have_the_same_bits(pool2: Pool) -> None:
+    """It rounded the factors of PowerSGD and the products of bases and transforms to BF16."""
+    assert pool2(every_product_inside_autocast) == [[True] * 4] * 2
 
 
 # ---------------------------------------------------------------------------------------------- end of a run

@@ -208,7 +208,8 @@ class BackwardOverlap:
         for number in self._expected[len(self._in_flight) :]:
             if not self._is_complete(number):
                 return
-            self._in_flight.append(self._method.start_early(number, self._gradients))
+            with torch._C._DisableAutocast():  # the backward pass may be inside of it
+                self._in_flight.append(self._method.start_early(number, self._gradients))
 
     def _is_complete(self, number: int) -> bool:
         return all(self._gradients[tensor] is not None for tensor in self._required[number])

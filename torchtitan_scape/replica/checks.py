@@ -308,7 +308,7 @@ class LoopChecks:
         self._after_backward: _Seen | None = None
         self._after_step: _Seen | None = None
         self._left: Tensor | None = None  # whether the backward pass adds to values that are not zero
-        self._may_read = True
+        self._may_read, self._has_none = True, False
         if (dist.get_rank() if dist.is_initialized() else 0) == 0:
             trained = [shard.parameter for shard in self._shards if shard.parameter.requires_grad]
             self._hooks = [(p, p.register_post_accumulate_grad_hook(weak_hook(self._on_backward))) for p in trained]
@@ -357,9 +357,15 @@ class LoopChecks:
                 "momentum and weight decay change them, where PyTorch's optimizers skip them. Do not pass parameters "
                 "that are never used to the optimizer"
             )
+        self._has_none = len(missing) == len(self._shards)
         self._is_first = False
 
     def _on_step(self, *_: Any) -> None:
+        if self._has_none and self._parameter is None:
+            self._warn(
+                "no parameter of the optimizer has a gradient. fully_shard() and load_state_dict(assign=True) replace "
+                "the parameters of a model: call them before the optimizer is built"
+            )
         self._after_backward, self._after_step = None, self._seen()
 
     def _seen(self) -> _Seen | None:

@@ -197,7 +197,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         infos = [StepInfo(self.attempted_steps, applied, each) for each in norms]
         for weights in self.weights[1:]:
             weights.copy_rates(self.param_groups)  # a scheduler sets those of the first optimizer
-        with self._without_post_hooks():
+        with self._without_post_hooks(), torch._C._DisableAutocast():  # autocast would round products of FP32 matrices
             self.replicas.run(lambda i: self.methods[i].step(gradients[i], infos[i]))
         self.guard.conclude(self.grad_norm)
         if self.guard.rates is not None:
