@@ -478,10 +478,12 @@ class _Receiver:
                 target.copy_(store.within(shard.name, values))
         target = store.moments.get(FIRST, {}).get(shard.name)
         self.summary.moments_continue |= moment is not None and target is not None
+        target_sq = store.moments.get(SECOND, {}).get(shard.name)
         if target is None:
+            if second is not None and target_sq is not None:  # as Adafactor of transformers
+                target_sq.copy_(store.within(shard.name, second))
             return
         target.copy_(torch.zeros_like(target) if moment is None else store.within(shard.name, moment))
-        target_sq = store.moments.get(SECOND, {}).get(shard.name)
         if target_sq is None:
             return
         # With the first moment's square, AdamW's next step is that of AdamS, which normalizes by its moment. A second

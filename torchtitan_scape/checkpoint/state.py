@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_scape.core.consistency import LARGEST, check_plausible, is_plausible
@@ -466,7 +467,7 @@ def check_states(optimizer: ReplicaOptimizer, saved: Sequence[State], moments: d
         for name, values in state.tensors.items()
     ]
     for name, tensor in moments.items():
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(local(tensor)):
             named.append((name, local(tensor), of_gradients if name.endswith(f".{FIRST}") else torch.inf))
     checked = [(name, is_plausible(t, largest=most)) for name, t, most in named if t.is_floating_point()]
     nothing = ("", torch.ones((), dtype=torch.bool, device=optimizer.grad_norm.device))
@@ -544,7 +545,8 @@ def restore_groups(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], sa
                 kept[key] = reason
             elif values and values[0] != present.get(key, ...):
                 _assign(group, key, values[0])
-    rates = ", ".join(dict.fromkeys(f"{float(group['lr']):.4g}" for group in optimizer.param_groups if "lr" in group))
+    numbers = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    rates = ", ".join(dict.fromkeys("None" if lr is None else f"{float(lr):.4g}" for lr in numbers))
     if not saved:
         return f"param groups are this run's (lr {rates}), as the checkpoint has none"
     reasons = ", ".join(f"{key} ({reason})" for key, reason in sorted(kept.items()))

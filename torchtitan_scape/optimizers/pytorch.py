@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_scape.core.parameters import Shard, StoredTensors, collect_shards, contiguous_gradient, local
 from torchtitan_scape.core.tensors import add_to_each_
@@ -68,8 +69,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     known = type(optimizer).__module__.startswith(("torch.optim", "torchtitan_scape."))
     weights = [] if known else [p.detach().clone() for p in parameters]
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
-        # Adafactor's eps is a pair.
-        group.update({key: neutral[key] for key in neutral.keys() & rates if not isinstance(rates[key], tuple)})
+        for key in neutral.keys() & rates:
+            if isinstance(rates[key], Tensor):
+                group[key] = torch.full_like(rates[key], neutral[key])  # torchao's optimizers refuse other types
+            elif not isinstance(rates[key], tuple):  # Adafactor's eps is a pair
+                group[key] = neutral[key]
     for parameter in parameters:
         parameter.grad = None
     for parameter in without:
@@ -87,8 +91,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state.get(parameter, {})
         set_counter(state, 0.0)
         for key, values in state.items():
-            is_copy = isinstance(values, Tensor) and key != "step" and torch.equal(local(values), local(parameter))
-            if isinstance(values, Tensor) and not is_copy:  # schedule-free optimizers start from a copy of the weights
+            if not isinstance(values, Tensor) or is_traceable_wrapper_subclass(local(values)):
+                continue  # torchao's states of 4 or 8 bits are still zeros
+            # Schedule-free optimizers start from a copy of the weights.
+            if key == "step" or not torch.equal(local(values), local(parameter)):
                 values.fill_(initial_value(key))
     for group, rates in zip(optimizer.param_groups, kept, strict=True):
         for key in group.keys() - rates - {"params"}:
