@@ -282,7 +282,7 @@ def check_plausible(
     raise DamagedParametersError(
         f"{what} are damaged at step {step}: {ranks_text(collectives.gather_objects((rank, damaged)))}. They are not "
         "finite, or too large for any training, although all gradients that were applied are finite: suspect the "
-        "memory of that device. Start the run again from the last checkpoint"
+        "memory of that device, or a learning rate that is far too high. Start the run again from the last checkpoint"
     )
 
 
