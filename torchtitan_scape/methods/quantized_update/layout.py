@@ -152,7 +152,8 @@ def _fill_rows(rows: Sequence[Row], ends: list[int], tensors: Sequence[tuple[int
         if blocks <= min(small, room[widest]):
             shares[widest] = blocks
         else:
-            bounds = [blocks * below // sum(room) for below in accumulate(room, initial=0)]
+            below = list(accumulate(room, initial=0))
+            bounds = [blocks * each // below[-1] for each in below]
             shares = [end - begin for begin, end in pairwise(bounds)]
         first = 0
         for row, share in ((row, share) for row, share in enumerate(shares) if share):
@@ -177,11 +178,11 @@ def _rounded(size: int, block: int) -> int:
 def _fill_level(loads: Sequence[int], blocks: int) -> int:
     """Return the lowest level up to which `blocks` more blocks fill the rows."""
     ordered = sorted(loads)
-    for count in range(1, len(ordered)):
-        level = -(-(sum(ordered[:count]) + blocks) // count)
-        if level <= ordered[count]:
-            return level
-    return -(-(sum(ordered) + blocks) // len(ordered))
+    for count, filled in enumerate(accumulate(ordered), start=1):
+        level = -(-(filled + blocks) // count)
+        if count == len(ordered) or level <= ordered[count]:
+            break
+    return level
 
 
 def _columns(rows: Sequence[Row], ends: Sequence[int], limit: int, block: int) -> list[Column]:
