@@ -123,7 +123,7 @@ def test_logits_of_transformers_agree_and_import_is_exact(name: str, export: Any
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
         assert (config["head_dim"], config["intermediate_size"], config["max_position_embeddings"]) == (32, 384, 64)
     else:
-        assert (config["n_positions"], config["vocab_size"], config["tie_word_embeddings"]) == (96, 258, True)
+        assert (config["n_positions"], config["vocab_size"], config["tie_word_embeddings"]) == (96, 260, True)
         assert config["bos_token_id"] == config["eos_token_id"] == 1  # The token before every text.
     text = (found / "README.md").read_text()
     assert f"| step | {STEPS} |" in text and "| data | standard_library |" in text and "validation loss" in text
@@ -207,12 +207,11 @@ def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Pa
     path = runs / name / "checkpoint" / f"step-{STEPS}"
     values = read_model(path, {n: p.shape for n, p in model.named_parameters()}, masters=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16)
-    entries = theirs.config.vocab_size
     text = STANDARD_LIBRARY.data_set("validation")[0]["text"]
     tokens = torch.tensor(build_tokenizer(config).encode(text)[:256]).view(4, 64)
     with torch.no_grad():
         exact, rounded = (
-            filled(spec.model_cls, args, {n: v.to(dtype) for n, v in values.items()})(tokens)[..., :entries].float()
+            filled(spec.model_cls, args, {n: v.to(dtype) for n, v in values.items()})(tokens).float()
             for dtype in (torch.float32, torch.bfloat16)
         )
         found16 = theirs(tokens).logits.float()
@@ -269,7 +268,7 @@ def test_a_published_gpt2_is_imported(runs: Path, tmp_path: Path) -> None:
     tokens = torch.randint(258, (2, 128), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         found = transformers.AutoModelForCausalLM.from_pretrained(again)(tokens).logits
-        assert torch.equal(found, theirs(tokens).logits)
+        torch.testing.assert_close(found[..., :258], theirs(tokens).logits)  # Two rows have no token.
 
 
 def test_another_model_is_not_imported(export: Any, runs: Path, tmp_path: Path) -> None:

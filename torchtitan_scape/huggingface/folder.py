@@ -148,17 +148,17 @@ def distance(logits: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def check_logits(folder: Path, model: nn.Module, entries: int, length: int) -> str:
-    """Compare FP32 logits of a model with those of the folder, on random tokens, and return a summary.
+    """Compare FP32 logits of a model with those of the folder, on random tokens below `entries`, and return a summary.
 
-    Further logits than `entries` are ignored. Raises DifferentError if they differ by more than `MAX_DISTANCE`, or if
-    the folder's tensors do not match transformers' model.
+    Raises DifferentError if they differ by more than `MAX_DISTANCE`, or if the folder's tensors do not match
+    transformers' model.
     """
     import transformers
 
     loaded = load_model(folder, torch.float32)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(entries, (2, min(length, _TOKENS)), generator=generator, device="cpu")
-    error = distance(model(tokens)[..., :entries], loaded(tokens).logits)
+    error = distance(model(tokens), loaded(tokens).logits)
     if not error <= MAX_DISTANCE:  # Also true for NaN.
         raise DifferentError(
             f"logits of transformers {transformers.__version__} differ from this project's by {error:.1e} "

@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,10 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan_scape.data.manifest import tokenizer_entries
 from torchtitan_scape.models.initial import initialize
 from torchtitan_scape.titan.config import TORCH_DTYPE_MAP, ActivationCheckpoint, JobConfig
-from torchtitan_scape.titan.data import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan_scape.titan.data import BaseTokenizer
 from torchtitan_scape.titan.distributed import (
     ParallelDims,
     apply_ac,
@@ -236,32 +234,18 @@ class GPT2StateDictAdapter(StateDictAdapter):
     """Adapter of state dicts of plain tensors or DTensors of any layout.
 
     Hugging Face's matrices have the input dimension first (`Conv1D`), and one contains queries, keys and values. The
-    output layer is tied and has no entry. Rows of the token embedding beyond the entries of the tokenizer in
-    `hf_assets_path` are not exported.
+    output layer is tied and has no entry. The token embedding keeps all of its rows, which are part of the softmax.
     """
 
     def __init__(self, model_args: GPT2Args, hf_assets_path: str | None) -> None:
         super().__init__(model_args, hf_assets_path)
         self.model_args = model_args
 
-    @cached_property
-    def entries(self) -> int:
-        """Rows of the exported token embedding."""
-        rows = self.model_args.vocab_size
-        if not self.hf_assets_path:
-            return rows
-        try:
-            return min(rows, tokenizer_entries(HuggingFaceTokenizer(self.hf_assets_path)))
-        except FileNotFoundError:
-            return rows
-
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return Hugging Face's entries, contiguous. Raises KeyError for a name that is not a parameter of GPT-2."""
         entries: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name in _OUTER:
-                if _OUTER[name] == _TABLE and self.entries < value.shape[0]:
-                    value = value[: self.entries].clone()  # safetensors does not accept views.
                 entries[_PREFIX + _OUTER[name]] = value.contiguous()
                 continue
             layer, module, kind = _split(_OURS, name)
