@@ -80,6 +80,15 @@ def test_every_document_is_in_one_split_and_counted(reference: Path) -> None:
     }
 
 
+def test_equal_documents_are_in_one_split(tmp_path: Path) -> None:
+    """A document that was in both splits was validated after it had been trained on."""
+    rows = [json.dumps({"text": text}) + "\n" for text in KEPT[::4] * 20]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    call(tmp_path / "out", "--validation", "0.3", text=tmp_path / "a.jsonl")
+    train, held = documents(tmp_path / "out", "train"), documents(tmp_path / "out", "validation")
+    assert sorted(train + held) == sorted(KEPT[::4] * 20) and train and held and not set(train) & set(held)
+
+
 @pytest.mark.parametrize("border", ["bos_eos", "eos"])
 def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> None:
     text = jsonl(tmp_path / "text")
@@ -299,9 +308,9 @@ def test_a_failed_worker_reports_its_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_default_split_suits_the_default_validation(tmp_path: Path) -> None:
-    """Of 3,000 documents, one in 2,000 would be one document or two."""
+    """Of 4,000 documents, one in 2,000 would be two documents."""
     with open(tmp_path / "a.jsonl", "w") as text:
-        text.writelines(json.dumps({"text": f"{i:04} " * 100}) + "\n" for i in range(3000))
+        text.writelines(json.dumps({"text": f"{i:04} " * 100}) + "\n" for i in range(4000))
     options = ["--path", f"{tmp_path}/a.jsonl", "--tokenizer", str(BYTE_TOKENIZER), "--output", f"{tmp_path}/data"]
     assert prepare.main(options) == 0
     held_out = Manifest.read(tmp_path / "data").total("validation", "tokens")

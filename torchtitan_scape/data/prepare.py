@@ -49,7 +49,6 @@ from torchtitan_scape.data.manifest import (
     shard_of,
     tokenizer_facts,
 )
-from torchtitan_scape.data.prepared import mixed
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 UNFINISHED, PLAN, LOCK = "unfinished", "plan.json", "lock"
@@ -114,12 +113,15 @@ class TextSource:
             for number, (begin, end) in enumerate(pairwise(boundaries))
         ]
 
-    def read(self, part: PrepareTask) -> Iterator[tuple[int, str]]:
-        """Yield (number, text) of a task's documents. Raises ValueError if they cannot be read."""
+    def read(self, part: PrepareTask, share: float = 0.0) -> Iterator[tuple[bool, str]]:
+        """Yield a task's documents: whether each is in the share to hold out, and its text.
+
+        Raises ValueError if they cannot be read.
+        """
         try:
             for begin in range(part.begin, part.end, _ROWS):
                 texts = self.data[begin : min(part.end, begin + _ROWS)]["text"]
-                yield from ((number, text) for number, text in enumerate(texts, begin) if text)
+                yield from ((is_held_out(text, share), text) for text in texts if text)
         except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
             raise ValueError(
                 f"documents {part.begin} to {part.end - 1} of the {self.split} data cannot be read: {one_line(error)}"
@@ -160,10 +162,10 @@ def _text_digest(data: Dataset, sizes: Tokens) -> str:
     return sha256(sizes.tobytes() + blocks).hexdigest()[:16]
 
 
-def held_out(numbers: Sequence[int], share: float) -> list[bool]:
-    """Return whether each document is held out for validation: about `share` of them, by number alone."""
-    chosen: list[bool] = (mixed(np.array(numbers, np.uint64) + np.uint64(1)) < np.uint64(int(share * 2.0**64))).tolist()
-    return chosen
+def is_held_out(text: str, share: float) -> bool:
+    """Return whether a document is held out for validation, by its text alone: equal documents are in one split."""
+    number = int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+    return number < int(share * 2.0**64)
 
 
 class PrepareWork:
@@ -226,7 +228,8 @@ class PrepareWork:
         dtype = np.dtype(self.plan.dtype)
         writers = {split: PairWriter(self.unfinished, name, split, dtype) for split, name in self._names(part).items()}
         try:
-            for documents in groups(self.sources[part.split].read(part), DOCUMENTS_AT_ONCE):
+            documents_of_part = self.sources[part.split].read(part, self.plan.held_out or 0.0)
+            for documents in groups(documents_of_part, DOCUMENTS_AT_ONCE):
                 self._add(writers, documents, count)
             self.write_record(index, [shard for writer in writers.values() if (shard := writer.finish(self.folder))])
         except OSError as error:
@@ -237,12 +240,9 @@ class PrepareWork:
             for writer in writers.values():
                 writer.discard()
 
-    def _add(self, writers: dict[str, PairWriter], documents: list[tuple[int, str]], count: Count) -> None:
-        out = [False] * len(documents)
-        if len(writers) > 1:
-            out = held_out([number for number, _ in documents], self.plan.held_out or 0.0)
+    def _add(self, writers: dict[str, PairWriter], documents: list[tuple[bool, str]], count: Count) -> None:
         for writer, wanted in zip(writers.values(), (False, True), strict=False):
-            chosen = [text for (_, text), held in zip(documents, out, strict=True) if held == wanted]
+            chosen = [text for held, text in documents if held == wanted]
             if chosen:
                 ids, lengths = self.encoder.encode_documents(chosen)
                 n_bytes = sum(len(text.encode()) for text in chosen)
