@@ -54,8 +54,9 @@ def test_a_run_ends_within_the_passes(pool2: Pool, tmp_path: Path) -> None:
 def test_a_rank_without_a_token_ends_the_run(pool2: Pool, tmp_path: Path) -> None:
     data = short_of(tmp_path / "data", [LONG] * 4 + [""] * 4)
     validation = ["--validation.dataset=text_files", f"--validation.dataset_path={tmp_path}/data/a.jsonl"]
-    reason = r"text_files: the share of data-parallel reader 1 of 2 has no token in a whole epoch; .*rank 1\)"
+    reason = r"text_files: the share of data-parallel reader 1 of 2 has no token in a whole epoch; .* \(rank 1\)"
     for more, error in (([], "NoTextError"), (validation, "ValueError")):
         outcomes = pool2.outcomes(train, str(tmp_path), [*METHODS["adams"], *data, *more, "--training.steps=3"])
         assert [good for good, _ in outcomes] == [False, False]
         assert all(re.search(f"{error}: {reason}", text.splitlines()[-1]) for _, text in outcomes), outcomes
+        assert ["in _epoch" in text for _, text in outcomes] == [False, True]  # The rank shows where its error arose.

@@ -204,5 +204,5 @@ class TokenSum:
         total, n_failed = values.tolist()
         if n_failed:
             errors = [f"{self._error} (rank {dist.get_rank()})"] if self._error else []
-            raise NoTextError(gather_lists(self._group, errors)[0])
+            raise NoTextError(gather_lists(self._group, errors)[0]) from self._error
         return float(total)

@@ -82,6 +82,7 @@ def validation_batches(
     own = config.training.text_column, tokenizer, config.data.border
     text = [(validation, *own, reader, world * simulated) for reader in readers]
     errors: list[str] = []
+    cause: ValueError | None = None
     data: FixedBatches | PreparedBatches | list[Rows] = []
     try:
         if prepared:
@@ -92,9 +93,10 @@ def validation_batches(
             loaders = [text_loader(*arguments) for arguments in text]
             data = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
     except ValueError as error:  # May occur on one rank only, for example for a share without text.
-        errors.append(f"{error} (data-parallel rank {rank})")
+        cause = error
+        errors.append(f"{error} (rank {dist.get_rank()})" if dist.is_initialized() else str(error))
     if errors := gather_lists(dist.group.WORLD, errors):
-        raise ValueError(errors[0])
+        raise ValueError(errors[0]) from cause
     if not isinstance(data, list):
         return data
     size = validation.local_batch_size
