@@ -102,6 +102,20 @@ def test_a_tied_llama_is_imported_as_a_copy(tmp_path: Path) -> None:
     assert not (tmp_path / "random").exists() and not (tmp_path / "both").exists()
 
 
+@pytest.mark.parametrize("kind", ["flex", "varlen"])
+def test_a_llama_with_attention_masks_is_exported(kind: str, tmp_path: Path) -> None:
+    """The check compared it without masks, which ended in an AssertionError."""
+    published(tmp_path / "model")
+    assert run_import(tmp_path / "model", tmp_path / "imported")[0] == 0
+    sizes = {"dim": 80, "n_layers": 2, "n_heads": 2, "vocab_size": 260, "ffn_dim": 224}
+    masked = [f"--model.flavor=debugmodel_{kind}_attn", *(f"--model.sizes.{key}={n}" for key, n in sizes.items())]
+    out = io.StringIO()
+    given = ["--checkpoint", str(tmp_path / "imported"), "--output", str(tmp_path / "exported")]
+    with contextlib.redirect_stdout(out):
+        assert main(["--config", RECIPE[0].partition("=")[2], *RECIPE[1:], *masked, *given]) == 0
+    assert "agree to" in out.getvalue()
+
+
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000, '{"model_type": "llama", "rope_scaling": "linear"}', "\xff"])
 def test_a_config_that_is_no_table_is_one_line(content: str, tmp_path: Path) -> None:
     published(tmp_path / "model")

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def filled(model_cls: type[nn.Module], args: Any, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a model with these parameters, without copying them."""
+    """Return a model with these parameters, without copying them, and with causal attention, which needs no masks."""
+    if hasattr(args, "attn_type"):
+        args = replace(args, attn_type="sdpa", attn_mask_type="causal")
     with torch.device("meta"):
         model = model_cls(args)
     model.load_state_dict(dict(values), assign=True)
