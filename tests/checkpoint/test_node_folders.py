@@ -227,6 +227,12 @@ def test_training_continues_bit_by_bit_with_a_replaced_node(mode: str, pool2: Po
     assert steps_of(lost, "x") == steps_of(lost, "a") == [6, 8]
 
 
+def test_nodes_of_several_ranks_train(pool2: Pool, tmp_path: Path) -> None:
+    """The start waited until the timeout: only the first rank of a node belongs to the group of the nodes."""
+    pool2(on_nodes, str(tmp_path), "a", run, 2, timeout=100)
+    assert steps_of(tmp_path, "a") == [2]
+
+
 def test_an_older_step_is_used_if_the_newest_is_incomplete(pool2: Pool, tmp_path: Path) -> None:
     pool2(on_nodes, str(tmp_path), "ab", run, 4)
     for host in "ab":

@@ -88,6 +88,11 @@ class ScapeTrainer(Trainer):
             super().__init__(job_config)
         if self.tokenizer is not None:
             self._check_vocabulary()
+        if trains:
+            self.dataloader.per_step = self.gradient_accumulation_steps
+            # Before the checkpointer's groups: torch names this one by the number of groups that a rank belongs to.
+            self._count_group = self._build_count_group()
+            self._tokens = TokenSum(self.dataloader, self._count_group)
         if job_config.checkpoint.enable:
             self._attach_checkpointer()
         self.replica_optimizer.timer.enabled = True
@@ -103,10 +108,6 @@ class ScapeTrainer(Trainer):
         self.checkpointer.total_steps = job_config.training.steps
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
-        if trains:
-            self.dataloader.per_step = self.gradient_accumulation_steps
-            self._count_group = self._build_count_group()
-            self._tokens = TokenSum(self.dataloader, self._count_group)
 
     @property
     def replica_optimizer(self) -> ReplicaOptimizer:
