@@ -150,7 +150,8 @@ def check_alike(replicas: int, nan_at: int | None, steps: int, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "options", [slow({}), {"code": "int4", "density_warmup_steps": 3}, slow({"weights_dtype": "bfloat16"})]
+    "options",
+    [slow({}), {"code": "int4", "density_warmup_steps": 3}, slow({"weights_dtype": "bfloat16", "update": "sharded"})],
 )
 def test_simulated_state_resumes_bitwise(options: dict[str, Any]) -> None:
     whole = simulated(3, None, density=0.1, **options)
