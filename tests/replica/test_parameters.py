@@ -1,5 +1,6 @@
 """Frozen, transposed, scalar, copied and unevenly sharded parameters; skipped steps; ranks that differ."""
 
+import re
 import warnings
 from typing import Any
 
@@ -362,6 +363,35 @@ def norm_beside_tensor_parallelism() -> tuple[float, float]:
 def test_copies_of_a_parameter_are_counted_once_in_the_norm(pool2: Pool) -> None:
     for found, wanted in pool2(norm_beside_tensor_parallelism):
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def step_with_sharded_blocks_only(reduces: bool) -> list[float]:
+    """Take a step with a plain norm on both shards of a replica, and return its weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, mesh = Normed(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    for block in (model.a, model.b):
+        fully_shard(block, mesh=mesh["shard"])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = replicate(model, sgd, "dense", mesh["replicate"], overlap=True)
+    optimizer.prepare_last_backward()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x).square().sum().backward()
+    for parameter in model.norm.parameters() if reduces else ():
+        dist.all_reduce(parameter.grad, group=mesh["shard"].get_group())
+    optimizer.step()
+    return model.norm.weight.tolist()  # type: ignore[no-any-return]
+
+
+def test_gradients_that_fsdp_does_not_reduce_are_refused(pool2: Pool) -> None:
+    """The copies of a parameter outside the sharded modules diverged within a replica."""
+    refused = "2 parameters, first 'norm.weight', are not sharded, .* call fully_shard on the model too"
+    ranks = pool2(attempts, step_with_sharded_blocks_only, (False,), (True,))
+    for (good, text), (reduced, weights) in ranks:
+        assert not good and re.search(refused, text.splitlines()[-1]), text
+        assert reduced and weights == ranks[0][1][1]
 
 
 def overlap_with_uneven_shards() -> tuple[list[int], bool]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_scape.core.parameters import Shard, copies_key, local, stored, weak_hook
+from torchtitan_scape.core.parameters import Shard, contiguous_gradient, copies_key, local, stored, weak_hook
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
@@ -167,6 +167,33 @@ def count_copies_once(shards: Sequence[Shard], collectives: ReplicaCollectives) 
             first[key] = min(other, first.get(key, other))
     for shard, key in zip(shards, own, strict=True):
         shard.counted = key is None or first[key] == rank
+
+
+def refuse_unreduced(shards: Sequence[Shard], collectives: ReplicaCollectives) -> None:
+    """Raise ValueError if the ranks of a replica have different gradients of a plain parameter. Collective.
+
+    FSDP2 reduces only the gradients of modules on which `fully_shard` was called. Copies of other parameters would
+    diverge, and one of them would be saved. About 1,000 entries of each are compared.
+    """
+    group = collectives.groups.model
+    if group is None or collectives.is_fake:
+        return
+    own = {
+        shard.name: contiguous_gradient(shard).view(-1)[:: 1 + shard.size // 1024].float().cpu()
+        for shard in shards
+        if copies_key(shard) == (shard.name,)
+    }
+    error = ""
+    for other in gather_lists(group, [own]):
+        common = [name for name in own if name in other]  # stages of a pipeline have different parameters
+        pairs = [torch.cat([values[name] for name in common] or [torch.zeros(0)]) for values in (own, other)]
+        if (pairs[0] - pairs[1]).norm() > 0.1 * max(values.norm() for values in pairs):
+            error = (
+                f"{len(common)} parameters, first {common[0]!r}, are not sharded, and their gradients differ between "
+                "the ranks of a replica: FSDP2 does not reduce them; call fully_shard on the model too, after its "
+                "blocks, or reduce these gradients over the ranks of the replica before step()"
+            )
+    raise_on_all_ranks(collectives, error)
 
 
 def frozen_parameters(

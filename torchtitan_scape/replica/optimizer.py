@@ -524,6 +524,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         checks.refuse_synchronized(self._shards)
         if self.weights or self.options.divides_update:
             check_contiguous(self._shards, self.options.method_name())  # again: the model may have been converted
+        checks.refuse_unreduced(self._shards, self.collectives)
         if self.weights and not self.attempted_steps:
             # Local updates would otherwise send the difference to the weights before as the first displacement.
             anchors = self._local(0).anchors()  # those of this replica: a mean over replicas is rounded
