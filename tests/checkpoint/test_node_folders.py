@@ -31,7 +31,10 @@ ENTRIES = 3000  # of each rank's tensor: several pieces
 
 
 def on_nodes(folder: str, hosts: str, work: Callable[..., Any], *args: Any) -> Any:
-    """Run on nodes with the names `hosts`, in order, each with a folder of its own and the same number of ranks."""
+    """Run on nodes with the names `hosts`, in order, each with a folder of its own and the same number of ranks.
+
+    Every rank has a GPU of its own as device 0, as with Slurm's --gpus-per-task=1.
+    """
     rank, per_node = dist.get_rank(), dist.get_world_size() // len(hosts)
     host = hosts[rank // per_node]
     os.makedirs(f"{folder}/{host}", exist_ok=True)
@@ -39,7 +42,7 @@ def on_nodes(folder: str, hosts: str, work: Callable[..., Any], *args: Any) -> A
     with (
         patch.object(socket, "gethostname", lambda: host),
         patch.object(node_folders, "_PIECE", 5000),
-        patch.dict(os.environ, LOCAL_RANK=str(rank % per_node)),
+        patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(per_node)),
     ):
         return work(*args)
 
@@ -192,6 +195,7 @@ def test_a_folder_that_nodes_share_is_refused(pool2: Pool, tmp_path: Path) -> No
     for good, text in pool2.outcomes(on_nodes, str(tmp_path), "ab", check_private, shared, 1):
         assert not good and "[checkpoint] copies = 1, but a, b share the folder" in text
     assert not shared.exists()
+    pool2(on_nodes, str(tmp_path), "a", check_private, tmp_path / "a", 1)
     for good, text in pool2.outcomes(on_nodes, str(tmp_path), "ab", check_private, "/dev/null/run", 1):
         assert not good and "ValueError: nothing can be written to /dev/null/run on a (Not a directory), b" in text
 

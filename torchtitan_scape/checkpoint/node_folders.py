@@ -53,6 +53,7 @@ from torchtitan_scape.checkpoint.storage import (
 from torchtitan_scape.core.files import parse_json, sync_folder, write_whole
 from torchtitan_scape.core.text import first_text, size_text
 from torchtitan_scape.topology.groups import gather_lists
+from torchtitan_scape.topology.layout import ranks_per_node_from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,16 @@ class _Version:
     present: tuple[str, ...]
 
 
+def _is_first(environment: Mapping[str, str]) -> bool:
+    """Return whether this rank is the first one of its node.
+
+    Not whether LOCAL_RANK is 0, if the launcher gives the number of ranks: LOCAL_RANK is the index of the device, which
+    is 0 in all tasks of a Slurm job that see one GPU each (rank.sh).
+    """
+    per_node = ranks_per_node_from_environment(environment, dist.get_world_size())
+    return dist.get_rank() % per_node == 0 if per_node else environment.get("LOCAL_RANK", "0") == "0"
+
+
 class NodeFolders:
     """The folders of all nodes. Construction is collective over all ranks.
 
@@ -98,7 +109,7 @@ class NodeFolders:
     """
 
     def __init__(self, copies: int, environment: Mapping[str, str] = os.environ) -> None:
-        rank, first = dist.get_rank(), environment.get("LOCAL_RANK", "0") == "0"
+        rank, first = dist.get_rank(), _is_first(environment)
         self._ranks = dist.new_group(timeout=_TIMEOUT, backend="gloo")
         leaders = gather_lists(self._ranks, [(rank, socket.gethostname())] if first else [])
         self._leaders, self._hosts = [leader for leader, _ in leaders], [host for _, host in leaders]
@@ -335,7 +346,7 @@ def check_private(folder: str | os.PathLike[str], copies: int, environment: Mapp
     Raises:
         ValueError: On every rank, with the hosts that share the folder, or that cannot write to it.
     """
-    path, host, first = Path(folder).absolute(), socket.gethostname(), environment.get("LOCAL_RANK", "0") == "0"
+    path, host, first = Path(folder).absolute(), socket.gethostname(), _is_first(environment)
     probes: list[tuple[str, str, int]] = []
     refused: list[str] = []
     if first:
