@@ -89,10 +89,12 @@ vista_settings() {
 }
 
 # Puts caches and packages on the two NVMe devices of a node, which a job with sbatch -C nvme has at /mnt/bb/USER.
-# Without them they are in /tmp, as on other machines.
+# Without them they are in /tmp, as on other machines. Containers have /tmp, but not /mnt.
 use_nvme() {
     local nvme="${NVME_DIR:-/mnt/bb/${USER:-$(id -un)}}"
-    if [ -z "${NODE_DIR:-}" ] && [ -d "$nvme" ]; then NODE_DIR="$nvme/scape-${SLURM_JOB_ID:-$$}"; fi
+    if [ -n "${NODE_DIR:-}" ] || [ ! -d "$nvme" ]; then return; fi
+    NODE_DIR="$nvme/scape-${SLURM_JOB_ID:-$$}"
+    CONTAINER_MOUNTS="${CONTAINER_MOUNTS:+$CONTAINER_MOUNTS,}$nvme"
 }
 
 frontier_settings() {

@@ -2,22 +2,23 @@
 
 # What the user gave, for the command that submits the job again.
 GIVEN=""
-for name in PYTHON MODULES ROCM_MODULE NCCL_NET SRUN_FLAGS RANKS_PER_NODE NNODES PET_RDZV_CONF LAUNCHER CONTAINER \
-    CONTAINER_RUNTIME CONTAINER_MOUNTS REQUEUE REQUEUE_ON_FAILURE REQUEUE_LIMIT; do
+for name in TRAIN_SCRIPT PYTHON MODULES ROCM_MODULE NCCL_NET SRUN_FLAGS RANKS_PER_NODE NNODES PET_RDZV_CONF MAX_RESTARTS \
+    STOP_SECONDS LAUNCHER CONTAINER CONTAINER_RUNTIME CONTAINER_MOUNTS REQUEUE REQUEUE_ON_FAILURE REQUEUE_LIMIT; do
     if [ -n "${!name+set}" ]; then GIVEN+="$name=$(printf '%q' "${!name}") "; fi
 done
 
 # Prints the command that submits the job again. Arguments: those of the job.
 resubmit_command() {
-    local script options
+    local script options arguments=""
     script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
     options="${SLURM_JOB_ACCOUNT:+ -A $SLURM_JOB_ACCOUNT}${SLURM_JOB_PARTITION:+ -p $SLURM_JOB_PARTITION}"
     options+=" --ntasks-per-node=$RANKS_PER_NODE${SLURM_CPUS_PER_TASK:+ --cpus-per-task=$SLURM_CPUS_PER_TASK}"
     options+="${SLURM_GPUS_PER_NODE:+ --gpus-per-node=$SLURM_GPUS_PER_NODE}"
     options+="${SLURM_GPUS_PER_TASK:+ --gpus-per-task=$SLURM_GPUS_PER_TASK}"
     options+="${ELASTIC:+ --no-kill}"
+    if [ $# -gt 0 ]; then arguments=$(printf ' %q' "$@"); fi # without arguments printf would print ''
     echo "cd $PWD && CONFIG_FILE=${CONFIG_FILE:-} ${GIVEN}sbatch --nodes=$SLURM_JOB_NUM_NODES$options" \
-        "${script:-JOB_FILE}$(printf ' %q' "$@")"
+        "${script:-JOB_FILE}$arguments"
 }
 
 # Prints why this job must not be requeued; nothing if it may. The site or the user may exclude requeues: JobRequeue=0
@@ -53,7 +54,7 @@ requeue() {
     local reason
     if [ "$2" = stopped ]; then
         if [ "$4" != SIGUSR1 ]; then return; fi # the job was canceled with scancel
-    elif [ "$1" -eq 2 ] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
+    elif [[ "$1" = [24] ]] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
         return
     fi
     if ! may_requeue "${3:-0}"; then return; fi
@@ -67,11 +68,11 @@ requeue() {
         echo "the requeue failed; to continue, with your other options of sbatch: $RESUBMIT"
 }
 
-# Cancels the other jobs of a chain (chain.sh) if they would have nothing to do: training is complete, or the input is
-# wrong. $1: exit code of the job.
+# Cancels the other jobs of a chain (chain.sh) if they would have nothing to do: training is complete, the input is
+# wrong, or the run saves no checkpoints (4), so that each would begin at step 1. $1: exit code of the job.
 end_chain() {
     local job
-    if [[ "$1" != [02] ]] || [ ! -r "$SCAPE_CHAIN" ]; then return; fi
+    if [[ "$1" != [024] ]] || [ ! -r "$SCAPE_CHAIN" ]; then return; fi
     while read -r job; do
         if [ "$job" != "$SLURM_JOB_ID" ]; then scancel --state=PENDING "$job" || true; fi
     done <"$SCAPE_CHAIN"

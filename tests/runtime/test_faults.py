@@ -224,13 +224,15 @@ def test_a_broken_recipe_on_one_node_ends_both_without_a_restart(forks: dict[str
 
 
 def test_a_stop_without_checkpoints_reports_that_nothing_was_saved(forks: dict[str, str], tmp_path: Path) -> None:
-    arguments = [*SMALL, *TINY, "--checkpoint.no-enable", "--training.steps=1000"]
-    with Launch(arguments, tmp_path, environment={"MAX_RESTARTS": "1", **forks}) as run:
+    arguments, failures = [*SMALL, *TINY, "--checkpoint.no-enable", "--training.steps=1000"], tmp_path / "failures"
+    given = {"MAX_RESTARTS": "1", "SCAPE_FAILURE_FILE": str(failures), **forks}
+    with Launch(arguments, tmp_path, environment=given) as run:
         run.wait_for_training(1)
         os.kill(run.ranks()[1], signal.SIGTERM)  # One rank only; the others learn of it in the all-reduced flag.
         assert run.wait(30) == [4], run.output()
         assert "and nothing was saved: saving needs --checkpoint.enable" in run.output()
         assert "MAX_RESTARTS without checkpoint.enable" in run.output() and "Traceback" not in run.output()
+    assert sorted(failures.read_text().splitlines()) == ["4 rank 0", "4 rank 1"], "for a job of Slurm"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from torchtitan_scape.core.files import FULL
-from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness
+from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness, record_failure
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +243,7 @@ class Shutdown:
             if code == STOPPED:
                 (logger.info if self.rank == 0 else logger.debug)(early.line)
             else:
+                record_failure(self._failure(code, ""))  # srun kills the ranks that have not ended yet
                 self.liveness.print_error(early.line)
             self._close(CLOSE_SECONDS)
         except SystemExit as error:  # From the argument parser; the message is printed already, or is the code.

@@ -1,7 +1,7 @@
 """Replaces the trainer: writes a rank's arguments and environment.
 
-With FAIL=R rank R fails, and the others wait; with INVALID=R it finds its input invalid. With STOP="STEP SIGNAL" the
-ranks end as after a signal at that step.
+With FAIL=R rank R fails, and the others wait; with INVALID=R it finds its input invalid, or ends with the exit code
+CODE. With STOP="STEP SIGNAL" the ranks end as after a signal at that step.
 """
 
 import json
@@ -21,8 +21,9 @@ if failing := os.environ.get("FAIL"):
     time.sleep(120)
 if invalid := os.environ.get("INVALID"):
     if rank == invalid:
-        record_failure(Failure(int(rank), WRONG_INPUT, "as asked for"))
-        sys.exit(WRONG_INPUT)
+        code = int(os.environ.get("CODE", WRONG_INPUT))
+        record_failure(Failure(int(rank), code, "as asked for"))
+        sys.exit(code)
     time.sleep(120)
 if stop := os.environ.get("STOP"):
     if progress := os.environ.get("SCAPE_PROGRESS_FILE"):

@@ -262,6 +262,12 @@ def test_packages_and_caches_of_frontier_are_on_the_nvme(tmp_path: Path, default
     assert facts["PYTHONPATH"].endswith(f":{nvme}/scape-7/packages"), facts["PYTHONPATH"]
     assert f"into {nvme}/scape-7/packages\n" in result.stdout
     assert [path.name for path in nvme.glob("*/*/*.py")] == ["from_the_copy.py"]
+    apptainer = tmp_path / "bin" / "apptainer"
+    apptainer.write_text(APPTAINER)
+    apptainer.chmod(0o755)
+    image = {"CONTAINER": "image.sif", "CONTAINER_MOUNTS": "/data", "STANDIN_FILE": f"{tmp_path}/given"}
+    submit("frontier", tmp_path, environment | none | image)
+    assert f",/data:/data,{nvme}:{nvme} --pwd" in (tmp_path / "given").read_text()
     result, _ = submit("frontier", tmp_path, environment | none | {"NODE_DIR": str(tmp_path / "own")})
     facts = json.loads((tmp_path / "logs" / "facts-1.json").read_text())
     assert result.returncode == 0 and facts["TRITON_CACHE_DIR"] == f"{tmp_path}/own/triton", result.stderr

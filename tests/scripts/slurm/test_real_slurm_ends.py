@@ -165,6 +165,9 @@ def test_a_lost_node_requeues_a_job_which_continues_when_it_is_back(slurm: Slurm
     assert "node2 down" in slurm.output("sinfo", "-h", "-N", "-p", "gh", "-o", "%N %T")
     assert "Node failure on node2" in job.text() and "DUE TO NODE FAILURE" in job.text()
     slurm.cluster.set_link(2, up=True)
+    # A late message of the node about the first start would free it after the next start has allocated it.
+    job.wait(lambda: not trainers(slurm.cluster.processes(2)), "the end of the rank on the lost node")
+    slurm.wait_for_nodes()
     job.start_now()
     job.wait_for_end()
     assert job.state() == "COMPLETED", job.text()[-3000:]

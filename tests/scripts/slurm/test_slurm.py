@@ -94,11 +94,15 @@ def test_failures_are_requeued_on_request_and_up_to_the_limit(tmp_path: Path) ->
 def test_the_first_failure_decides_about_a_requeue(tmp_path: Path) -> None:
     """srun kills the other ranks after it, and returns their code."""
     job = {"TRAIN_SCRIPT": REPORT, "REQUEUE_ON_FAILURE": "1"}
-    for invalid in ({"INVALID": "1"}, {"STANDIN_DISTRIBUTION": "cyclic", "RANKS_PER_NODE": "2"}):  # Python and rank.sh
+    for invalid, code in (
+        ({"INVALID": "1"}, 2),
+        ({"STANDIN_DISTRIBUTION": "cyclic", "RANKS_PER_NODE": "2"}, 2),  # found by rank.sh
+        ({"INVALID": "1", "CODE": "4"}, 4),  # stopped, and nothing saved: the next start would begin at step 1
+    ):
         result, _ = submit("vista", tmp_path, {**job, **invalid})
-        assert result.returncode == 2 and "the ranks ended with exit code 2: " in result.stderr, result.stderr
+        assert result.returncode == code and f"the ranks ended with exit code {code}: " in result.stderr, result.stderr
         assert "requeueing" not in result.stdout and not (tmp_path / "requeued").exists()
-        assert (tmp_path / "logs" / "failures").read_text().startswith("2 rank ")
+        assert (tmp_path / "logs" / "failures").read_text().startswith(f"{code} rank ")
     result, _ = submit("vista", tmp_path, {**job, "FAIL": "1"})
     assert "requeueing job" in result.stdout and (tmp_path / "requeued").exists()
 
@@ -136,7 +140,14 @@ def test_a_chain_submits_jobs_that_wait_for_the_one_before(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "end, code", [({}, 0), ({"INVALID": "1"}, 2), ({"CONFIG_FILE": "no.toml"}, 2), ({"STOP": "7 SIGUSR1"}, 75)]
+    "end, code",
+    [
+        ({}, 0),
+        ({"INVALID": "1"}, 2),
+        ({"CONFIG_FILE": "no.toml"}, 2),
+        ({"INVALID": "1", "CODE": "4"}, 4),
+        ({"STOP": "7 SIGUSR1"}, 75),
+    ],
 )
 def test_the_end_of_training_cancels_the_rest_of_its_chain(end: dict[str, str], code: int, tmp_path: Path) -> None:
     (tmp_path / "chain").write_text("101\n7\n102\n")
@@ -262,13 +273,14 @@ def test_without_requeues_the_job_says_how_to_continue(how: str, tmp_path: Path)
     given = "MODULES='' REQUEUE=0 sbatch" if how == "REQUEUE=0" else "MODULES='' sbatch"
     command = f"{given} --nodes=2 -A project --ntasks-per-node=1 /here/vista.sbatch --a.key=two\\ words"
     assert "to continue, with your other options of sbatch: cd " in line and line.endswith(command)
-    assert f" CONFIG_FILE={EMBEDDED} PYTHON=" in line
+    assert f" CONFIG_FILE={EMBEDDED} TRAIN_SCRIPT=-m\\ tests.scripts.slurm.report PYTHON=" in line
     if how == "REQUEUE=0":  # another cluster's job names what its file does not contain
         job = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "12", "SLURM_GPUS_PER_NODE": "2"}
         environment |= job | {"SLURM_JOB_PARTITION": "gpu", "SRUN_FLAGS": "--cpu-bind=none"}
         result, _ = submit("cluster", tmp_path, environment, scontrol=scontrol.read_text())
         given = "SRUN_FLAGS=--cpu-bind=none REQUEUE=0 sbatch --nodes=2 -A project -p gpu --ntasks-per-node=2 "
-        assert f"{given}--cpus-per-task=12 --gpus-per-node=2 /here/" in result.stdout.splitlines()[-1]
+        command = f"{given}--cpus-per-task=12 --gpus-per-node=2 /here/vista.sbatch"
+        assert result.stdout.splitlines()[-1].endswith(command)
         result, _ = submit("vista", tmp_path, environment | {"RANKS_PER_NODE": "2"}, scontrol=scontrol.read_text())
         assert " RANKS_PER_NODE=2 REQUEUE=0 sbatch " in result.stdout.splitlines()[-1]
 
