@@ -4,16 +4,20 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import EMBEDDED, METHODS, RECIPE, train
 from torchtitan_scape.checkpoint.storage import note_failed_step
+from torchtitan_scape.titan.components import AsyncMode
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 
 SAVING = [
     *METHODS["scape"],
@@ -221,3 +225,22 @@ def test_asynchronous_saves_contain_the_state_of_their_step(method: str, pool2: 
     resumed = pool2(saved, str(tmp_path / "resumed"), 8, *arguments)
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a["parameters"], b["parameters"])
+
+
+def test_asynchronous_saves_use_no_gpu_in_the_background(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before the copy to the host, the kernels of the main stream are waited for, and after it DCP uses no stream."""
+    log: list[Any] = []
+
+    def save(state_dict: Any, storage_writer: Any, async_stager: Any, **_: Any) -> None:
+        log.append(storage_writer.per_thread_copy_ahead)
+        assert async_stager.stage(state_dict) == {"x": 1}
+
+    monkeypatch.setattr(dcp, "async_save", save)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: log.append("synchronized"))
+    )
+    manager = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
+    manager._not_counted, manager.pg, manager.stager = set(), None, None
+    manager.dcp_save({"x": 1}, str(tmp_path / "step-1"), AsyncMode.ASYNC)
+    assert log == [0, "synchronized"]

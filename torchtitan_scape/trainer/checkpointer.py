@@ -55,6 +55,15 @@ logger = logging.getLogger(__name__)
 _AXES = ("ranks", "replicate", "shard", "context", "tensor", "pipeline", "simulate_replicas")
 
 
+class _Stager(DefaultStager):
+    """PyTorch's stager. It copies on a stream of its own, which does not wait for the kernels that compute a state."""
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return super().stage(state_dict, **kwargs)
+
+
 class ReplicaCheckpointer(CheckpointManager):
     """Replaces TorchTitan's CheckpointManager in the trainer. Call `attach` after construction."""
 
@@ -169,12 +178,15 @@ class ReplicaCheckpointer(CheckpointManager):
                 self._nodes.publish(checkpoint_id)
             return saved
         options["process_group"] = self.pg
+        # The values are on the host by then. DCP's loader for a GPU would create a context on the node's first one, as
+        # the current device of its thread or process, on every rank.
+        writer.per_thread_copy_ahead = 0
         if self.stager is not None and STAGER_SAVES_ONCE:
             self.stager.close()
             self.stager = None
         if self.stager is None:
             pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-            self.stager = DefaultStager(StagingOptions(pinned, pinned, pinned, pinned))
+            self.stager = _Stager(StagingOptions(pinned, pinned, pinned, pinned))
         options["async_stager"] = self.stager
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
