@@ -1,5 +1,6 @@
 """Use of the current CUDA stream and device, with fakes of PyTorch's functions."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.kernels.dense.reference import finite
+from torchtitan_scape.methods.overlap import BackwardOverlap, ForwardOverlap
 from torchtitan_scape.replica.guard import FiniteGuard
 from torchtitan_scape.topology.collectives import ReplicaCollectives
 from torchtitan_scape.topology.in_process import SimulatedReplicas
+from torchtitan_scape.topology.stages import Handle
 
 
 def test_simulated_replicas_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +118,64 @@ def test_only_the_finite_flag_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         assert asked == [torch.device("cpu")]  # no wait in the same step
         assert guard.last_applied() == verdict and asked[1:] == ["waits"]
         assert guard.finish_previous_step() == verdict and guard.last_applied() == verdict
+
+
+class Stream:
+    """A fake that writes down for which streams, or for whose events, it waits."""
+
+    def __init__(self, log: list[Any], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} after {other.name}")
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(name=self.name)
+
+    wait_event = wait_stream
+
+
+def test_a_chunk_waits_for_the_streams_of_all_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 reduces the gradients of two root modules on two streams."""
+    log: list[Any] = []
+    streams = {name: Stream(log, name) for name in ("one root", "another root")}
+
+    class Method(SimpleNamespace):
+        collectives = ReplicaCollectives(None)
+
+        def early_chunks(self) -> Any:
+            return [{0, 1, 2}]
+
+        def begin_early(self, step: int) -> Any:
+            return [0]
+
+        def start_early(self, number: int, gradients: Any) -> Any:
+            log.append("chunk")
+
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    overlap = BackwardOverlap(Method(), collect_shards([{"params": parameters}]))  # type: ignore[arg-type]
+    overlap._device = torch.device("cuda")
+    overlap.begin(1)
+    for name, parameter in zip(("one root", "one root", "another root"), parameters, strict=True):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: streams[name])
+        parameter.sum().backward()
+    assert log == ["another root after one root", "chunk"]
+
+
+def test_changes_of_weights_are_awaited_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may differ from the current device."""
+    log: list[Any] = []
+    device, model = torch.device("cuda", 1), torch.nn.Linear(2, 2)
+    on_device = {device: Stream(log, "model"), None: Stream(log, "current device")}
+    shards = collect_shards([{"params": list(model.parameters())}])
+    overlap = ForwardOverlap(model, shards, PhaseTimer(torch.device("cpu")))
+    overlap._device = device
+    for name, fake in {
+        "Stream": lambda device, priority: Stream(log, "changes"),
+        "stream": nullcontext,
+        "current_stream": lambda device=None: on_device[device],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    overlap.start([0, 1], (Handle(), lambda: None))
+    overlap.finish()
+    assert log == ["changes after model", "model after changes"]

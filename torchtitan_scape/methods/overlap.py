@@ -98,6 +98,8 @@ class BackwardOverlap:
         self._required = method.early_chunks()
         self._gradients: list[Tensor | None] = [None] * len(shards)
         self._in_flight: list[Any] = []
+        self._device = shards[0].device
+        self._stream: Any = None  # on a GPU that of the last completed gradient
         self._order = list(range(len(self._required)))
         self._expected: list[int] = []  # the chunks of this step, in their order
         self._flags = max(method.collectives.gather_objects(len(self._order)))
@@ -201,6 +203,10 @@ class BackwardOverlap:
                 "call it before the last backward pass of a step only, or leave overlap out if FSDP2 has a module that "
                 "is used twice ([sync] overlap = false in a recipe)"
             )
+        if self._device.type == "cuda":  # a chunk may have gradients of several streams: FSDP2 has one per root module
+            last, self._stream = self._stream, torch.cuda.current_stream(self._device)
+            if last is not None and last != self._stream:
+                self._stream.wait_stream(last)
         self._gradients[number] = contiguous_gradient(self._shards[number]).float()
         self._start_complete()
 
@@ -350,7 +356,8 @@ class ForwardOverlap:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 finish()
-            wait = self._stream.record_event().wait
+            done = self._stream.record_event()
+            wait = lambda: torch.cuda.current_stream(self._device).wait_event(done)  # noqa: E731
         self._in_flight.append(_Arrival(frozenset(numbers), wait, exchange))
 
     def finish(self) -> None:
