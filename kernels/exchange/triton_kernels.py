@@ -61,7 +61,8 @@ def pointer(address, tensors, first, LIST: tl.constexpr, DTYPE: tl.constexpr, FU
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """Convert FP32 to a dtype, to nearest; the interpreter alone would round to BF16 toward zero."""
-    return round_nearest(x, tl.bfloat16 == DTYPE).to(DTYPE)
+    # All bits of a NaN that an NVIDIA GPU computes are set: the addition that rounds would make it a zero.
+    return tl.where(x == x, round_nearest(x, tl.bfloat16 == DTYPE), x).to(DTYPE)
 
 
 @triton.jit

@@ -17,6 +17,9 @@ from tests.kernels.codec.checks import same
 from tests.kernels.exchange_checks import adam, local, quantized, quantized_update, radius, sparta
 from tests.marks import slow
 from tests.methods import test_replaced_storage
+from torchtitan_scape.kernels.backends import block_code, exchange_passes
+from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.methods.local_options import DilocoOptions, LocalOptions, StreamingDilocoOptions
 from torchtitan_scape.methods.local_updates import LocalUpdates
 from torchtitan_scape.topology.collectives import ReplicaCollectives
@@ -40,6 +43,20 @@ def test_sparta_equals_pytorch(replicas: int, dtype: torch.dtype, options: dict[
             assert same(a.contiguous(), b.contiguous())
         else:  # the interpreter rounds to BF16 toward zero
             torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-6, atol=2.0**-6)
+
+
+def test_a_nan_stays_one_if_it_is_rounded_to_bf16() -> None:
+    """All bits of a NaN are set if an NVIDIA GPU has computed it."""
+    nan = torch.full((128,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    residual, cpu = torch.zeros(128, dtype=torch.bfloat16), torch.device("cpu")
+    tensors = AddressTable(LISTS, 1, cpu)
+    tensors.set(FIRST, [nan])
+    tensors.set(SECOND, [residual])
+    passes, code = exchange_passes("triton", [torch.float32]), block_code("triton", "int8", 128)
+    passes.BlockExchange([BlockSlice(0, 0, 128, 128, 0)], code, 128, 1, -1, True, cpu).accumulate(
+        tensors, torch.tensor(True), 1.0
+    )
+    assert residual.isnan().all()
 
 
 def test_a_new_storage_of_the_parameters_is_exchanged() -> None:
