@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import StagingOptions
 
 if os.environ.get("SCAPE_GPU_TESTS") not in (("1", "smoke") if torch.cuda.is_available() else ("smoke",)):
     pytest.skip("needs a GPU, and SCAPE_GPU_TESTS=1 in the environment", allow_module_level=True)
@@ -33,8 +34,10 @@ from tests.replicas import ThreadCollectives, run_replicas
 from tests.toy import make_scape
 from torchtitan_scape import AdamS, Scape
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
-from torchtitan_scape.kernels.backends import block_code
+from torchtitan_scape.kernels.backends import block_code, exchange_passes
 from torchtitan_scape.kernels.codec.formats import FORMATS
+from torchtitan_scape.kernels.common.launching import AddressTable
+from torchtitan_scape.kernels.exchange.layout import FIRST, LISTS, SECOND, BlockSlice
 from torchtitan_scape.kernels.scape import reference
 from torchtitan_scape.kernels.scape.blocks import BlockLayout
 from torchtitan_scape.kernels.scape.triton_passes import PACK_TILE, SELECT_TILE, TILE, UPDATE_TILE
@@ -195,6 +198,28 @@ def test_exchanges_by_kernels_equal_those_of_pytorch(name: str) -> None:
     kernel, twin = (EXCHANGES[name](DEVICE, backend) for backend in ("triton", "torch"))
     for i, (ours, theirs) in enumerate(zip(kernel, twin, strict=True)):
         assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), i
+
+
+def test_a_nan_of_the_device_stays_one_in_bf16() -> None:
+    zeros, residual = torch.zeros(128, device=DEVICE), torch.zeros(128, dtype=torch.bfloat16, device=DEVICE)
+    tensors = AddressTable(LISTS, 1, zeros.device)
+    tensors.set(FIRST, [nan := zeros / zeros])
+    tensors.set(SECOND, [residual])
+    passes, code = exchange_passes("triton", [torch.float32]), block_code("triton", "int8", 128)
+    exchange = passes.BlockExchange([BlockSlice(0, 0, 128, 128, 0)], code, 128, 1, -1, True, zeros.device)
+    exchange.accumulate(tensors, torch.ones((), dtype=torch.bool, device=DEVICE), 1.0)
+    assert nan.isnan().all() and residual.isnan().all()
+
+
+@needs_gpu
+def test_the_copy_of_an_asynchronous_save_waits_for_kernels() -> None:
+    checkpointer = pytest.importorskip("torchtitan_scape.trainer.checkpointer", exc_type=ImportError)
+    stager, values = checkpointer._Stager(StagingOptions()), torch.zeros(1 << 20, device=DEVICE)
+    for number in (1.0, 2.0):
+        torch.cuda._sleep(1 << 28)  # cycles
+        values.fill_(number)
+        assert stager.stage({"values": values}).result()["values"].eq(number).all()
+    stager.close()
 
 
 @pytest.mark.parametrize("selection", ["block", "tensor"])
