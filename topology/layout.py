@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from torchtitan_scape.topology.machines import Level, Machine
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # TorchTitan's order of mesh axes, outermost first; a rank is the row-major index.
 _AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+_REPLICA = ("pipeline", "shard", "context", "tensor")  # within a replica
+_SHARDS = ("shard", "context")  # of FSDP2
 
 
 @dataclass(frozen=True)
@@ -59,39 +61,40 @@ class Layout:
         """Return the index of the node of a rank."""
         return rank // self.ranks_per_node
 
-    @cached_property
-    def _groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        by_shard: dict[tuple[int, ...], list[int]] = {}
-        by_replica: dict[int, list[int]] = {}
-        by_stage: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            replica = coordinates.pop("replicate")
-            by_shard.setdefault(tuple(coordinates.values()), []).append(rank)
-            by_replica.setdefault(replica, []).append(rank)
-            by_stage.setdefault((coordinates["pipeline"], replica, coordinates["tensor"]), []).append(rank)
-        return tuple(tuple(sorted(map(tuple, groups.values()))) for groups in (by_shard, by_replica, by_stage))
+    def _group(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks with the coordinates of `rank` on all but these axes, in rank order."""
+        coordinates, ranks, stride = self.coordinates(rank), [0], 1
+        for axis in reversed(_AXES):
+            degree = getattr(self, axis)
+            steps = range(degree) if axis in axes else [coordinates[axis]]
+            ranks = [stride * step + inner for step in steps for inner in ranks]
+            stride *= degree
+        return tuple(ranks)
+
+    def _groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
+        """Return all groups along these axes, by their first ranks."""
+        return tuple(self._group(first, axes) for first in self._group(0, set(_AXES) - set(axes)))
 
     def replicate_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that hold the same parameters, each in replica order."""
-        return self._groups[0]
+        return self._groups(("replicate",))
 
     def model_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that together hold one replica, each in rank order."""
-        return self._groups[1]
+        return self._groups(_REPLICA)
 
     def replicate_group(self, rank: int) -> tuple[int, ...]:
-        return next(ranks for ranks in self.replicate_groups() if rank in ranks)
+        return self._group(rank, ("replicate",))
 
     def model_group(self, rank: int) -> tuple[int, ...]:
-        return next(ranks for ranks in self.model_groups() if rank in ranks)
+        return self._group(rank, _REPLICA)
 
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks among which FSDP2 shards parameters (shard x context), each in FSDP2's order."""
-        return self._groups[2]
+        return self._groups(_SHARDS)
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
-        return next(ranks for ranks in self.shard_groups() if rank in ranks)
+        return self._group(rank, _SHARDS)
 
     def by_node(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of a group, node by node."""
@@ -128,6 +131,11 @@ class Layout:
             units = [tuple(rank for unit in members for rank in unit) for members in by_unit.values()]
         return tuple(tiers)
 
+    @cached_property
+    def replica_tiers(self) -> tuple[Tier, ...]:
+        """The `hierarchy` of the replicas."""
+        return self.hierarchy(self.replicate_group(0))
+
     def _unit(self, level: Level, rank: int) -> tuple[int, ...]:
         """Return the key of the unit of a level that contains the rank."""
         if level.name == "network":
@@ -153,7 +161,7 @@ class Layout:
             degrees.insert(0, ("pipeline", self.pipeline))
         product = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1 or name == "shard")
         groups = [ranks for ranks in self.replicate_groups() if len(ranks) > 1]
-        levels = sorted({self.successor_level(rank, ranks) for ranks in groups for rank in ranks})
+        levels = sorted({self.level(*pair) for ranks in groups for pair in pairwise((*ranks, ranks[0]))})
         links = f"replicas communicate over {' and '.join(levels)}" if levels else "there is one replica"
         inside = "stays inside a node" if self.shard_axis_inside_node else "CROSSES nodes"
         return (

@@ -6,6 +6,8 @@ import pytest
 
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.quantized_update.layout import ExchangeGroup, divide
+from torchtitan_scape.methods.quantized_update.options import QuantizedUpdateOptions
+from torchtitan_scape.topology.traffic import LevelSize
 
 
 def entries_of(groups: tuple[ExchangeGroup, ...], sizes: list[int]) -> list[list[int]]:
@@ -88,6 +90,14 @@ def test_ranks_with_different_shards_choose_the_same_groups() -> None:
     for sizes in ([20, 30, 0, 4], [20, 0, 30, 16]):
         groups = divide(sizes, whole, 3, block=8, limit=1 << 20, groups=2, entries=entries)
         assert [group.tensors for group in groups] == [(0, 3), (1, 2)]
+
+
+def test_the_planner_builds_no_rows() -> None:
+    """Lists of the slices of every replica took minutes, and gigabytes, with the ranks of a whole machine."""
+    model, options = get_workload("llama_1_8b").whole(), QuantizedUpdateOptions(interval=2)
+    options.collective_calls(model, [LevelSize("network", 1000)])
+    options.updated_model(model, 1000)
+    assert not any("rows" in vars(group) for group in options.groups(model, 1000))
 
 
 @pytest.mark.parametrize(("optimizer", "replicas"), [("Muon", 4), ("Muon", 64), ("AdamW", 4), ("AdamW", 64)])

@@ -199,6 +199,8 @@ def test_only_the_default_batch_is_rounded_to_the_ranks() -> None:
         (["--machine", "laptop"], "no machine preset 'laptop'; known are vista, frontier"),
         (["--model", "gpt_9"], "no model 'gpt_9'; known are llama_500m"),
         (["--nodes", "0"], "0 nodes; there must be 1 or more"),
+        (["--nodes", "1" + "0" * 20], "the planner takes at most 131072"),
+        (["--layers", "100000", "--width", "64"], "--layers 100000; it must be positive and at most 10000"),
         (["--nodes", "-3"], "-3 nodes"),
         (["--nodes", "two"], "invalid int value: 'two'"),
         (
@@ -271,6 +273,7 @@ def test_json_totals_equal_the_sums_of_their_parts(capsys: pytest.CaptureFixture
     )
     assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPRESSED) + len(SPARSE) + len(COMPARED))
     for c in answer["candidates"]:
+        assert c["replicate"] * c["shard_degree"] == answer["ranks"]
         assert c["step"] == pytest.approx(sum(c[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))
 
 

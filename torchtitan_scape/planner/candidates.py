@@ -6,6 +6,7 @@ The lists of methods at the top are the planner's policy.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torchtitan_scape.core.workloads import Workload, get_workload
 from torchtitan_scape.methods.local_options import DilocoOptions
@@ -43,6 +44,7 @@ COMPARED = (
     PlannedRun(DilocoOptions(code="e2m1", decay=0.9), "Muon"),  # MuLoCo
 )
 SHARDS = (1, 2, 4, 8)
+MOST_RANKS = 1 << 17  # more than any machine has; time and memory of a plan grow with them
 LARGEST_MICRO_BATCH = 8
 MIN_GAIN = 1.03  # a smaller gain is within the error of the model
 NEAR_FASTEST = 1.10  # the first method within this factor of the fastest is advised
@@ -130,6 +132,11 @@ def make_request(
         workload = replace(workload, sequence=sequence)
     ranks_per_node = ranks_per_node or preset.ranks_per_node or 1
     ranks = nodes * ranks_per_node
+    if ranks > MOST_RANKS:
+        raise ValueError(
+            f"{nodes} node(s) of {ranks_per_node} rank(s) make {ranks} ranks; the planner takes at most {MOST_RANKS}, "
+            f"{MOST_RANKS // ranks_per_node} of these nodes"
+        )
     if batch and batch % ranks:
         raise ValueError(
             f"a global batch of {batch} sequences cannot be divided over {ranks} ranks; "
@@ -155,11 +162,14 @@ def candidates(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candida
     for shard in SHARDS:
         if case.ranks_per_node % shard:
             continue
-        layout = plan_layout(
-            case.ranks, ranks_per_node=case.ranks_per_node, machine=case.machine, replicate=-1, shard=shard
-        )
+        layout = _layout(case.ranks, case.ranks_per_node, case.machine, shard)
         choices += [_of_largest_micro_batch(case, layout, method) for method in methods]
     return choices
+
+
+@lru_cache(maxsize=2 * len(SHARDS))  # every method has the same layouts
+def _layout(ranks: int, ranks_per_node: int, machine: Machine, shard: int) -> Layout:
+    return plan_layout(ranks, ranks_per_node=ranks_per_node, machine=machine, replicate=-1, shard=shard)
 
 
 def _of_largest_micro_batch(case: PlanRequest, layout: Layout, method: PlannedRun) -> Candidate:
@@ -261,7 +271,7 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
     The layouts are those of the advice. The search covers a thousandth to a thousand times the present bandwidth. The
     result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it.
     """
-    tiers = advice.compressed.layout.hierarchy(advice.compressed.layout.replicate_group(0))
+    tiers = advice.compressed.layout.replica_tiers
     if not tiers:
         return 0.0
     level = tiers[-1].level

@@ -25,6 +25,7 @@ from torchtitan_scape.planner.candidates import (
     COMPARED,
     COMPRESSED,
     DENSE,
+    MOST_RANKS,
     SPARSE,
     Advice,
     Candidate,
@@ -267,7 +268,7 @@ def _as_dict(case: PlanRequest, candidate: Candidate) -> dict[str, Any]:
     return {
         "method": p.method.name,
         "replicate": layout.replicate,
-        "shard": layout.shard,
+        "shard_degree": layout.shard,
         "micro_batch": candidate.micro_batch,
         "step": p.step,
         "fits": case.fits(candidate),
@@ -282,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m torchtitan_scape.planner.plan", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--machine", default="vista", help="a preset of topology/machines.toml")
-    add("--nodes", type=int, default=1)
+    add("--nodes", type=int, default=1, help=f"1 by default; at most {MOST_RANKS} ranks in all")
     names = ", ".join(WORKLOADS)
     add("--model", help=f"{names}, or a recipe: a.toml, or a.toml,b.toml; {DEFAULT} by default")
     add("--parameters", type=float, default=0.0, help="of a Llama instead of --model, such as 7e9")
@@ -398,8 +399,9 @@ def workload_of_numbers(
     """
     given = {"layers": layers, "width": width, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
     for name, value in {"parameters": parameters, **given}.items():
-        if not 0 <= value <= 1e15:  # also NaN
-            raise ValueError(f"--{name} {value:g}; it must be positive and at most 1e+15")
+        most = 10_000 if name == "layers" else 1e15
+        if not 0 <= value <= most:  # also NaN
+            raise ValueError(f"--{name} {value:g}; it must be positive and at most {most:g}")
     if not parameters and not (layers and width):
         raise ValueError("the size of the model is missing; give --parameters 7e9, or --layers 32 --width 4096")
     vocab = vocab or VOCAB

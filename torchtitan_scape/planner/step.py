@@ -205,7 +205,7 @@ def predict(
     matrices = matrix_stages(run.optimizer, whole, layout)
     matrices += gather_stages(run.optimizer, whole, layout) if divided else []
     traffic, once = shard_axis.seconds(rows, layout, links, micro_batches)
-    tiers = layout.hierarchy(layout.replicate_group(0))
+    tiers = layout.replica_tiers
     predicted = predict_step(
         run,
         () if shard_axis.sums else tiers,
@@ -236,7 +236,7 @@ def _pass_seconds(
     """Return the seconds of (the packing pass, the other passes). Copies to and from the host overlap with them."""
     device = layout.machine.device
     rate = links.memory_bandwidth or device.memory_bandwidth * 1e9 * assumptions.memory_efficiency
-    several_levels = len(layout.hierarchy(layout.replicate_group(0))) > 1
+    several_levels = len(layout.replica_tiers) > 1
     moved = run.memory_traffic(model, layout.replicate, several_levels)
     copied = run.options.host_link_traffic(model, layout.replicate)
     pack, rest = (

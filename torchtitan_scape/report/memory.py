@@ -56,7 +56,7 @@ class MemoryReport:
         if layout.pipeline > 1:
             model, kinds = stage_memory(config, workload, method, layout, shards)
         else:
-            model, several = workload.local(shards), len(layout.hierarchy(layout.replicate_group(0))) > 1
+            model, several = workload.local(shards), len(layout.replica_tiers) > 1
             kinds = method.total_memory(workload, shards, layout.replicate, config.training.local_batch_size, several)
         kinds = shard_axis.memory(kinds, rows, layout)
         host = method.options.host_memory(model, layout.replicate)
@@ -134,7 +134,7 @@ def stage_memory(
     model, batches = workload.local(shards), micro_batches(config)
     for number, modules in enumerate(stage_modules(config, workload.layers)):
         part = model.select(_names_in(modules, model.names))
-        kinds = method.device_memory(part, layout.replicate, len(layout.hierarchy(layout.replicate_group(0))) > 1)
+        kinds = method.device_memory(part, layout.replicate, len(layout.replica_tiers) > 1)
         own = replace(workload, layers=sum(module.startswith("layers.") for module in modules))
         size, is_last = config.parallelism.pipeline_parallel_microbatch_size, number == layout.pipeline - 1
         is_1f1b = config.parallelism.pipeline_parallel_schedule.lower() == "1f1b"

@@ -67,7 +67,7 @@ def gathered_matrices(optimizer: str, model: LocalModel, layout: Layout) -> list
 
 def gather_stages(optimizer: str, model: LocalModel, layout: Layout) -> list[Stage]:
     """Return the stages of these all-gathers."""
-    levels, gathers = layout.hierarchy(layout.replicate_group(0)), gathered_matrices(optimizer, model, layout)
+    levels, gathers = layout.replica_tiers, gathered_matrices(optimizer, model, layout)
     return [stage for nbytes in gathers for stage in all_gather_stages(nbytes, levels)]
 
 

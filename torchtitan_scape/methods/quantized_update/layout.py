@@ -1,10 +1,12 @@
 """Owners of the entries, and the steps and columns of their exchange. Plain arithmetic: no torch."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
+
+import numpy as np
 
 from torchtitan_scape.topology.partition import Slice, entries_of_chunk
 
@@ -14,47 +16,92 @@ Row = list[Slice]  # the slices of a replica, in order; `at` is a position in it
 
 
 @dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts into which a tensor is divided, by owner: one of a tensor that is not divided."""
+
+    tensor: int
+    owners: np.ndarray
+    first: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Column:
     """The part of the exchange that one collective moves: `width` entries of the row of every owner.
 
     Attributes:
         owners: The replicas whose rows reach into the column, in order.
-        rows: Their rows.
         first: The position in a row at which the column begins.
+        group: The group whose rows these are.
     """
 
     width: int
     owners: tuple[int, ...]
-    rows: tuple[Row, ...]
     first: int
+    group: "ExchangeGroup"
 
     @cached_property
     def slices(self) -> tuple[tuple[Slice, ...], ...]:
         """The parts of tensors in it, by owner; `at` is a position in the column, the rest is padding."""
-        return tuple(tuple(_within(row, self.first, self.first + self.width)) for row in self.rows)
+        rows, last = self.group.rows, self.first + self.width
+        return tuple(tuple(_within(rows[owner], self.first, last)) for owner in self.owners)
 
     def tensors(self) -> frozenset[int]:
         """Return the numbers of the tensors in it."""
         return frozenset(s.tensor for slices in self.slices for s in slices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExchangeGroup:
     """The tensors that are exchanged in the same steps.
 
     Attributes:
         number: The position of the group.
         tensors: Their numbers, in order.
-        rows: By replica; a tensor that may be divided has slices in several rows.
-        columns: The exchange in a code.
-        in_fp32: The exchange without a code, or through buffers, in columns with fewer entries.
+        parts: Those of each tensor, the last tensor first.
+        ends: By replica, the position at which its row ends.
+        block: Every slice starts at a multiple of it.
+        limit: Maximum entries of a column, all rows together.
+        limit_in_fp32: The same for the columns of an exchange in FP32.
     """
 
     number: int
     tensors: tuple[int, ...]
-    rows: tuple[tuple[Slice, ...], ...]
-    columns: tuple[Column, ...]
-    in_fp32: tuple[Column, ...]
+    parts: tuple[Parts, ...]
+    ends: np.ndarray
+    block: int
+    limit: int
+    limit_in_fp32: int
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """By replica; a tensor that may be divided has slices in several rows."""
+        rows: tuple[Row, ...] = tuple([] for _ in self.ends)
+        starts = [0] * len(rows)
+        for each in self.parts:
+            parts = zip(each.owners.tolist(), each.first.tolist(), each.lengths.tolist(), strict=True)
+            for owner, first, length in parts:
+                rows[owner].append(Slice(each.tensor, first, length, starts[owner]))
+                starts[owner] += _rounded(length, self.block)
+        return rows
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The exchange in a code."""
+        return tuple(self._columns(self.limit))
+
+    @cached_property
+    def in_fp32(self) -> tuple[Column, ...]:
+        """The exchange without a code, or through buffers, in columns with fewer entries."""
+        return tuple(self._columns(self.limit_in_fp32))
+
+    def _columns(self, limit: int) -> Iterator[Column]:
+        """Yield the columns of at most `limit` entries, all rows together. A column ends where a row ends."""
+        for begin, end in pairwise(sorted({0, *self.ends.tolist()})):
+            owners = tuple(np.flatnonzero(self.ends > begin).tolist())
+            width = max(1, limit // (len(owners) * self.block)) * self.block
+            for first in range(begin, end, width):
+                yield Column(min(width, end - first), owners, first, self)
 
 
 def divide(
@@ -89,19 +136,18 @@ def divide(
         entries: Entries of the tensors over all ranks of a replica, so that these ranks choose the same groups; `sizes`
             if empty.
     """
-    held = [0] * replicas  # entries of the tensors that are not divided, in all groups
+    held = np.zeros(replicas, np.int64)  # entries of the tensors that are not divided, in all groups
     divided = []
     for number, tensors in enumerate(assign_groups(entries or sizes, groups)):
-        rows = _rows_of_group(tensors, sizes, whole, held, block)
-        ends = [sum(_rounded(s.length, block) for s in row) for row in rows]
-        _fill_rows(rows, ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
-        rows = [_last_first(row, block) for row in rows]
+        ends = np.zeros(replicas, np.int64)
+        parts = _whole_parts(tensors, sizes, whole, held, ends, block)
+        parts += _divided_parts(ends, [(i, sizes[i]) for i in tensors if not whole[i] and sizes[i]], block)
         if equal_rows:
-            ends = [max(ends)] * replicas
+            ends[:] = ends.max()
         total = sum(sizes[i] for i in tensors)
         limits = [entries_of_chunk(total, most) for most in (limit, limit_in_fp32 or limit)]
-        columns, in_fp32 = (tuple(_columns(rows, ends, most, block)) for most in limits)
-        divided.append(ExchangeGroup(number, tuple(tensors), tuple(map(tuple, rows)), columns, in_fp32))
+        last_first = tuple(sorted(parts, key=lambda each: -each.tensor))
+        divided.append(ExchangeGroup(number, tuple(tensors), last_first, ends, block, *limits))
     return tuple(divided)
 
 
@@ -124,78 +170,59 @@ def assign_groups(entries: Sequence[int], groups: int) -> list[list[int]]:
     return [sorted(each) for each in assigned]
 
 
-def _rows_of_group(
-    tensors: Sequence[int], sizes: Sequence[int], whole: Sequence[int], held: list[int], block: int
-) -> list[Row]:
-    """Return the slices of the tensors that are not divided, and add their entries to `held`, by replica."""
-    rows: list[Row] = [[] for _ in held]
+def _whole_parts(
+    tensors: Sequence[int],
+    sizes: Sequence[int],
+    whole: Sequence[int],
+    held: np.ndarray,
+    ends: np.ndarray,
+    block: int,
+) -> list[Parts]:
+    """Return the tensors that are not divided, and add their entries to `held`, and to the ends of their rows."""
+    parts = []
     for i in sorted((i for i in tensors if whole[i]), key=lambda i: -whole[i]):
-        owner = min(range(len(held)), key=held.__getitem__)
+        owner = held.argmin()
         held[owner] += whole[i]
-        rows[owner].append(Slice(i, 0, sizes[i], 0))  # empty on a rank without rows of the tensor
-    return rows
+        ends[owner] += _rounded(sizes[i], block)
+        parts.append(Parts(i, *map(np.array, ([owner], [0], [sizes[i]]))))  # empty on a rank without rows of the tensor
+    return parts
 
 
-def _fill_rows(rows: Sequence[Row], ends: list[int], tensors: Sequence[tuple[int, int]], block: int) -> None:
+def _divided_parts(ends: np.ndarray, tensors: Sequence[tuple[int, int]], block: int) -> list[Parts]:
     """Divide tensors, (number, entries), among the shorter rows, and let all rows end at the same position or later.
 
     A shorter row is padded: otherwise the last block of the others would need a column of its own. A small tensor goes
     to the row with most room. Others are divided in proportion to the room, one slice for each row: their gradients are
     complete at one time, and a row of one tensor would delay the columns of the others.
     """
-    level = block * _fill_level([end // block for end in ends], sum(-(-size // block) for _, size in tensors))
-    room = [max(0, level - end) // block for end in ends]
-    small = level // (_PARTS * block)
+    level = _fill_level(ends // block, sum(-(-size // block) for _, size in tensors))
+    room, small, parts = np.maximum(0, level - ends // block), level // _PARTS, []
     for i, size in tensors:
-        blocks, widest = -(-size // block), max(range(len(rows)), key=room.__getitem__)
-        shares = [0] * len(rows)
+        blocks, widest = -(-size // block), room.argmax()
         if blocks <= min(small, room[widest]):
-            shares[widest] = blocks
+            owners, first, shares = (np.array([each]) for each in (widest, 0, blocks))
         else:
-            below = list(accumulate(room, initial=0))
-            bounds = [blocks * each // below[-1] for each in below]
-            shares = [end - begin for begin, end in pairwise(bounds)]
-        first = 0
-        for row, share in ((row, share) for row, share in enumerate(shares) if share):
-            length = min(size - first, share * block)
-            rows[row].append(Slice(i, first, length, 0))
-            room[row] -= share
-            first += length
-    ends[:] = [max(end, level) for end in ends]
-
-
-def _last_first(row: Row, block: int) -> Row:
-    """Place the slices of a row one after the other, those of the last tensor first."""
-    ordered = sorted(row, key=lambda s: -s.tensor)
-    starts = accumulate((_rounded(s.length, block) for s in ordered), initial=0)
-    return [s._replace(at=start) for s, start in zip(ordered, starts, strict=False)]
+            below = np.concatenate(([0], room.cumsum()))
+            bounds = blocks * below // below[-1]
+            shares = np.diff(bounds)
+            owners = np.flatnonzero(shares)
+            first, shares = bounds[owners] * block, shares[owners]
+        room[owners] -= shares
+        parts.append(Parts(i, owners, first, np.minimum(size - first, shares * block)))
+    np.maximum(ends, level * block, out=ends)
+    return parts
 
 
 def _rounded(size: int, block: int) -> int:
     return -(-size // block) * block
 
 
-def _fill_level(loads: Sequence[int], blocks: int) -> int:
+def _fill_level(loads: np.ndarray, blocks: int) -> int:
     """Return the lowest level up to which `blocks` more blocks fill the rows."""
-    ordered = sorted(loads)
-    for count, filled in enumerate(accumulate(ordered), start=1):
-        level = -(-(filled + blocks) // count)
-        if count == len(ordered) or level <= ordered[count]:
-            break
-    return level
-
-
-def _columns(rows: Sequence[Row], ends: Sequence[int], limit: int, block: int) -> list[Column]:
-    """Return the columns of at most `limit` entries, all rows together. A column ends where a row ends."""
-    columns = []
-    for begin, end in pairwise(sorted({0, *ends})):
-        owners = tuple(i for i, last in enumerate(ends) if last > begin)
-        rows_of_owners = tuple(rows[i] for i in owners)
-        width = max(1, limit // (len(owners) * block)) * block
-        for first in range(begin, end, width):
-            last = min(first + width, end)
-            columns.append(Column(last - first, owners, rows_of_owners, first))
-    return columns
+    ordered = np.sort(loads)
+    levels = -(-(ordered.cumsum() + blocks) // np.arange(1, len(ordered) + 1))
+    fits = np.append(levels[:-1] <= ordered[1:], True)
+    return int(levels[fits.argmax()])
 
 
 def _within(row: Row, first: int, last: int) -> Row:

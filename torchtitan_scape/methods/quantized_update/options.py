@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from torchtitan_scape.core.options import LAYOUT
 from torchtitan_scape.core.workloads import LocalModel, Shape
 from torchtitan_scape.kernels.codec.formats import MessageSize
@@ -141,11 +143,14 @@ class QuantizedUpdateOptions(MethodOptions):
 
     def updated_model(self, model: LocalModel, replicas: int) -> LocalModel:
         """Return the owned parts of the replica with most entries."""
-        rows = zip(*(group.rows for group in self.groups(model, replicas)), strict=True)
-        each = [[s for row in of_replica for s in row] for of_replica in rows]
-        busiest = max(each, key=lambda slices: sum(s.length for s in slices))
-        shapes = [model.shapes[s.tensor] if model.is_hidden(s.tensor) else (s.length,) for s in busiest]
-        return LocalModel(tuple(model.names[s.tensor] for s in busiest), tuple(shapes), model.hidden_names)
+        parts = [each for group in self.groups(model, replicas) for each in group.parts]
+        held = np.zeros(replicas, np.int64)
+        for each in parts:
+            held[each.owners] += each.lengths
+        busiest = held.argmax()
+        of_busiest = [(each.tensor, n) for each in parts for n in each.lengths[each.owners == busiest].tolist()]
+        shapes = [model.shapes[i] if model.is_hidden(i) else (n,) for i, n in of_busiest]
+        return LocalModel(tuple(model.names[i] for i, _ in of_busiest), tuple(shapes), model.hidden_names)
 
     def matrix_flops(self, model: LocalModel, replicas: int) -> tuple[float, float]:
         """Return the operations of (products with bases, in and out, and second moments; updates of the bases)."""
@@ -169,11 +174,10 @@ class QuantizedUpdateOptions(MethodOptions):
         shapes = {i: shape for i, shape in enumerate(model.shapes) if model.is_hidden(i) and has_basis(shape)}
         if not shapes or replicas == 1 or not self.whiten_every:
             return {}
-        entries, owned = {i: basis_entries(shape) for i, shape in shapes.items()}, [0] * replicas
-        for group in self.groups(model, replicas):
-            for replica, row in enumerate(group.rows):
-                owned[replica] += sum(entries.get(s.tensor, 0) for s in row)
-        return {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * max(owned)}
+        entries, owned = {i: basis_entries(shape) for i, shape in shapes.items()}, np.zeros(replicas, np.int64)
+        for each in (each for group in self.groups(model, replicas) for each in group.parts):
+            owned[each.owners] += entries.get(each.tensor, 0)
+        return {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * int(owned.max())}
 
 
 def has_basis(shape: Shape) -> bool:
