@@ -30,7 +30,6 @@ from scripts.common import ROOT, RunError, given_command, kill, run_command
 from scripts.emulated_cluster import Cluster
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "sinfo", "unshare", "mount")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CPUS, GPUS = 64, 2  # of a node, whatever the host has
 READY_SECONDS = 60.0
 CONFIGURATION = """
@@ -94,7 +93,7 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[Any]] = {}
 
     def __enter__(self) -> "SlurmCluster":
-        missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+        missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
         if missing:
             raise SlurmError(f"there is no {', '.join(missing)}; on Debian: apt install slurm-wlm munge")
         with ExitStack() as stack:
@@ -173,7 +172,7 @@ class SlurmCluster:
         return ["unshare", "--uts", "--mount", "sh", "-c", NAMED, name, str(self.folder / "hosts"), *command]
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {"PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _wait(self, what: str, ready: Any) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -200,6 +199,10 @@ class SlurmCluster:
     def output(self, *command: str) -> str:
         """Return the standard output of a command on the controller."""
         return self.run(*command, timeout=60).stdout
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def _identity(user: str | None) -> dict[str, str]:
