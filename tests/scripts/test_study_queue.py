@@ -91,7 +91,7 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
     store = Store(folder, [folder.parent / name for name in grid.shared])
     missing = len(Queue(grid, grid.sets, store, 1, folder).missing())
     known = {
-        "at_size": 8,
+        "at_size": 6,
         "loss_for_bytes": 2,
         "quality_study": 1,
         "sizes": 4,

@@ -186,8 +186,11 @@ def refuse_unreduced(shards: Sequence[Shard], collectives: ReplicaCollectives) -
     error = ""
     for other in gather_lists(group, [own]):
         common = [name for name in own if name in other]  # stages of a pipeline have different parameters
-        pairs = [torch.cat([values[name] for name in common] or [torch.zeros(0)]) for values in (own, other)]
-        if (pairs[0] - pairs[1]).norm() > 0.1 * max(values.norm() for values in pairs):
+        difference, *each = (
+            sum(float(values[name].square().sum()) for name in common)
+            for values in ({name: own[name] - other[name] for name in common}, own, other)
+        )
+        if difference > 0.01 * max(each):
             error = (
                 f"{len(common)} parameters, first {common[0]!r}, are not sharded, and their gradients differ between "
                 "the ranks of a replica: FSDP2 does not reduce them; call fully_shard on the model too, after its "
