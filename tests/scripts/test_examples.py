@@ -163,11 +163,11 @@ def test_trainer_of_torchtitan_0_3(tmp_path: Path) -> None:
         assert all(map(math.isfinite, found["losses"])) and found["losses"][-1] < 0.6 * found["losses"][0]
         assert found["weights"][:2] == found["weights"][2:] and found["weights"][0] != found["weights"][1]
     assert dense["losses"] == pytest.approx(native["losses"], rel=1e-3)
-    assert dense["bytes_per_step"] == {"allreduce_.default": gradients + 8}
-    # Input and output of the exchanges: more than the bytes sent, and no all-reduce but that of the flags.
-    assert (
-        quantized["bytes_per_step"]["allreduce_.default"] == 16 and quantized["stats"]["sent_bytes"] < 0.06 * gradients
-    )
+    # Besides the gradients some numbers: the flag and the rates of each step, and checks of the first one.
+    assert 0 < sum(dense["bytes_per_step"].values()) - gradients < 64
+    # Input and output of the exchanges: more than the bytes sent, and no all-reduce but that of the numbers.
+    assert quantized["bytes_per_step"]["allreduce_.default"] < 64
+    assert quantized["stats"]["sent_bytes"] < 0.06 * gradients
 
     options = ["replicas", "--optimizer.method=sparta", "--training.steps=6", "--checkpoint.enable"]
     options += ["--checkpoint.interval=3", "--checkpoint.no-last_save_model_only"]
