@@ -81,7 +81,7 @@ end_without_batch_script() {
 # Runs the launcher of this node in an elastic job, and records its exit code for launch.sh.
 elastic() {
     local status=0 failures="$SCAPE_FAILURE_FILE" node="$RANK"
-    unset RANK WORLD_SIZE LOCAL_RANK LOG_RANK SCAPE_FAILURE_FILE # LOG_RANK: nodes here, ranks of a node there
+    unset RANK WORLD_SIZE LOCAL_RANK LOG_RANK SCAPE_FAILURE_FILE # the launcher would take the nodes of LOG_RANK for ranks
     export SCAPE_RESTARTS="0 -1" # with it the launcher uses SCAPE_PROGRESS_FILE
     trap : TERM                  # Slurm signals all processes of a task
     ${block[@]+"${block[@]}"} "$PYTHON" -m torchtitan_scape.start "$@" || status=$?

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -184,6 +185,21 @@ def test_verify_reads_everything_and_a_lost_file_is_prepared_again(
     path.unlink()
     call(out, "--validation", "0.2", text=reference / "text")
     assert files(out) == files(reference / "out")
+
+
+def test_data_that_are_held_out_by_number_are_not_continued(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As earlier versions did: equal documents could then be in both splits. Finished data are left as they are."""
+    out = Path(shutil.copytree(reference / "out", tmp_path / "out"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest.pop("held_out_by") == "text"
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    call(out, "--validation", "0.2", text=reference / "text")
+    assert "is finished already" in capsys.readouterr().out
+    (out / "train-00001.bin").unlink()
+    call(out, "--validation", "0.2", text=reference / "text", status=2)
+    assert "contains data of another held_out_by: None, not text; delete it" in capsys.readouterr().err
 
 
 def test_all_text_identifies_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,6 +227,7 @@ class Manifest:
         tokenizer: See `tokenizer_facts`.
         held_out: Share of held-out documents; None if the source has its own validation split.
         shards: Shards in token order, training shards first.
+        held_out_by: "text" if documents are held out by their text; None of earlier versions, which used their number.
     """
 
     source: dict[str, Any]
@@ -236,6 +237,7 @@ class Manifest:
     shard_tokens: int
     held_out: float | None
     shards: tuple[IndexedShard, ...]
+    held_out_by: str | None = None
 
     def of(self, split: str) -> list[IndexedShard]:
         return [shard for shard in self.shards if shard.split == split]

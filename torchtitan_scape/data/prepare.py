@@ -121,7 +121,7 @@ class TextSource:
         try:
             for begin in range(part.begin, part.end, _ROWS):
                 texts = self.data[begin : min(part.end, begin + _ROWS)]["text"]
-                yield from ((is_held_out(text, share), text) for text in texts if text)
+                yield from ((share > 0 and is_held_out(text, share), text) for text in texts if text)
         except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException) as error:
             raise ValueError(
                 f"documents {part.begin} to {part.end - 1} of the {self.split} data cannot be read: {one_line(error)}"
@@ -328,6 +328,7 @@ def plan_of(options: argparse.Namespace) -> tuple[Manifest, list[PrepareTask], l
         shard_tokens=options.shard_tokens,
         held_out=held_out,
         shards=(),
+        held_out_by=None if held_out is None else "text",
     )
     return plan, [p for source in sources for p in source.parts(rate * options.shard_tokens)], sources, encoder
 
@@ -363,11 +364,11 @@ def _head(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged; delete {path.parent}, or give another --output") from None
 
 
-def _check_plan(path: Path, folder: Path, plan: Manifest) -> None:
-    """Raise ValueError if the plan differs from that of a folder."""
+def _check_plan(path: Path, folder: Path, plan: Manifest, continues: bool = True) -> None:
+    """Raise ValueError if the plan differs from that of a folder, which work continues or not."""
     head = _head(path)
     for key, expected in plan.head().items():
-        if not _contains(head.get(key), expected):
+        if not _contains(head.get(key), expected) and (continues or key != "held_out_by"):
             raise ValueError(
                 f"{folder} contains data of another {key}: {head.get(key)}, not {expected}; delete it, or give another "
                 "--output"
@@ -389,7 +390,7 @@ def _begin(folder: Path, unfinished: Path, plan: Manifest, work: PrepareWork) ->
             Manifest.read(folder)
         except ValueError as error:
             lost = str(error)
-        _check_plan(folder / MANIFEST, folder, plan)
+        _check_plan(folder / MANIFEST, folder, plan, continues=bool(lost))
         if not lost:
             return False
         print(f"{lost}: it is prepared again")  # The remaining files count as completed tasks.

@@ -306,11 +306,9 @@ class Method(ABC):
         for shard in self.context.shards:
             parts: list[tuple[str | None, Tensor]] = [(None, stored(shard.parameter))]
             state = self.context.optimizer.state.get(shard.parameter, {})  # `[]` would insert an empty state
-            tensors_of_state = (
-                (key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor)
-            )
+            of_state = [(key, local(value)) for key, value in sorted(state.items()) if isinstance(value, Tensor)]
             # torchao's states of 4 or 8 bits have no view of their bytes.
-            parts += ((key, value) for key, value in tensors_of_state if not is_traceable_wrapper_subclass(value))
+            parts += ((key, value) for key, value in of_state if not is_traceable_wrapper_subclass(value))
             parts += ((s.kind, s.tensors[shard.name]) for s in shared if shard.name in s.tensors)
             tensors.append(ReplicatedTensors(shard.name, parts))
         return tensors

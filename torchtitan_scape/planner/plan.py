@@ -399,7 +399,7 @@ def workload_of_numbers(
     """
     given = {"layers": layers, "width": width, "heads": heads, "kv-heads": kv_heads, "vocab": vocab}
     for name, value in {"parameters": parameters, **given}.items():
-        most = 10_000 if name == "layers" else 1e15
+        most = 10_000 if name == "layers" else 1e13
         if not 0 <= value <= most:  # also NaN
             raise ValueError(f"--{name} {value:g}; it must be positive and at most {most:g}")
     if not parameters and not (layers and width):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_scape.core.parameters import Shard, contiguous_gradient, copies_key, local, stored, weak_hook
+from torchtitan_scape.core.parameters import Shard, check_contiguous, copies_key, local, stored, weak_hook
 from torchtitan_scape.kernels.backends import choose_backend
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.optimizers.muon import Muon
@@ -169,34 +169,53 @@ def count_copies_once(shards: Sequence[Shard], collectives: ReplicaCollectives) 
         shard.counted = key is None or first[key] == rank
 
 
-def refuse_unreduced(shards: Sequence[Shard], collectives: ReplicaCollectives) -> None:
+def refuse_converted(shards: Sequence[Shard], method: str, collectives: ReplicaCollectives) -> None:
+    """Raise ValueError on every rank if the memory of a parameter has another order than its entries. Collective.
+
+    The model may have been converted since `check_contiguous` ran at construction.
+    """
+    error = ""
+    try:
+        check_contiguous(shards, method)
+    except ValueError as refused:
+        error = str(refused)
+    raise_on_all_ranks(collectives, error)
+
+
+def refuse_unreduced(shards: Sequence[Shard], gradients: Sequence[Tensor], collectives: ReplicaCollectives) -> None:
     """Raise ValueError if the ranks of a replica have different gradients of a plain parameter. Collective.
 
     FSDP2 reduces only the gradients of modules on which `fully_shard` was called. Copies of other parameters would
-    diverge, and one of them would be saved. About 1,000 entries of each are compared.
+    diverge, and one of them would be saved. About 1,000 entries of each are compared; differences below a thousandth of
+    the norm of all are rounding.
     """
     group = collectives.groups.model
     if group is None or collectives.is_fake:
         return
     own = {
-        shard.name: contiguous_gradient(shard).view(-1)[:: 1 + shard.size // 1024].float().cpu()
-        for shard in shards
+        shard.name: gradient.view(-1)[:: 1 + shard.size // 1024].float().cpu()
+        for shard, gradient in zip(shards, gradients, strict=True)
         if copies_key(shard) == (shard.name,)
     }
-    error = ""
+    least, found = 1e-6 * sum(_square(values) for values in own.values()), dict[str, None]()
     for other in gather_lists(group, [own]):
-        common = [name for name in own if name in other]  # stages of a pipeline have different parameters
-        difference, *each = (
-            sum(float(values[name].square().sum()) for name in common)
-            for values in ({name: own[name] - other[name] for name in common}, own, other)
-        )
-        if difference > 0.01 * max(each):
-            error = (
-                f"{len(common)} parameters, first {common[0]!r}, are not sharded, and their gradients differ between "
-                "the ranks of a replica: FSDP2 does not reduce them; call fully_shard on the model too, after its "
-                "blocks, or reduce these gradients over the ranks of the replica before step()"
-            )
-    raise_on_all_ranks(collectives, error)
+        for name, values in own.items():  # stages of a pipeline have different parameters
+            if name in other and other[name].shape == values.shape:
+                difference = _square(values - other[name])
+                if difference > max(least, 0.01 * max(_square(values), _square(other[name]))):
+                    found[name] = None
+    raise_on_all_ranks(
+        collectives,
+        f"{len(found)} parameters, first {next(iter(found))!r}, are not sharded, so that the ranks of a replica have "
+        "copies, whose gradients differ: FSDP2 does not reduce them; call fully_shard on the model too, after its "
+        "blocks, or reduce these gradients over the ranks of the replica before step()"
+        if found
+        else "",
+    )
+
+
+def _square(values: Tensor) -> float:
+    return float(values.square().sum())
 
 
 def frozen_parameters(

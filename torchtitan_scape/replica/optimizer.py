@@ -20,7 +20,7 @@ from torchtitan_scape.core.consistency import (
     is_plausible,
 )
 from torchtitan_scape.core.observer import ObservedState, Observer
-from torchtitan_scape.core.parameters import Shard, check_contiguous, collect_shards, contiguous_gradient, stored
+from torchtitan_scape.core.parameters import Shard, collect_shards, contiguous_gradient, stored
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.base import GradientMethod, LocalMethod
@@ -76,6 +76,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     _active_replica = 0  # whose weights the model contains
     _shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
     _is_first_step = True
+    _is_compared = False  # the gradients of copies within a replica, in the first step
     _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it
 
     def __init__(
@@ -187,6 +188,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.finish_previous_step()
         with self.timer.phase("check"):
             gradients = self._gradients()
+            if not self._is_compared:
+                checks.refuse_unreduced(self._shards, gradients[0], self.collectives)
+                self._is_compared = True
             complete = self._overlap.complete if self._overlap else ()
             was_sent = self._overlap is not None and self._overlap.active
             applied = self.guard.check([gradient for row in gradients for gradient in row], complete, was_sent)
@@ -523,8 +527,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._is_first_step = False  # the hook stays: PyTorch does not permit its removal while the hooks run
         checks.refuse_synchronized(self._shards)
         if self.weights or self.options.divides_update:
-            check_contiguous(self._shards, self.options.method_name())  # again: the model may have been converted
-        checks.refuse_unreduced(self._shards, self.collectives)
+            checks.refuse_converted(self._shards, self.options.method_name(), self.collectives)
         if self.weights and not self.attempted_steps:
             # Local updates would otherwise send the difference to the weights before as the first displacement.
             anchors = self._local(0).anchors()  # those of this replica: a mean over replicas is rounded
