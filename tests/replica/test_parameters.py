@@ -365,8 +365,8 @@ def test_copies_of_a_parameter_are_counted_once_in_the_norm(pool2: Pool) -> None
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def step_with_sharded_blocks_only(reduces: bool) -> list[float]:
-    """Take a step with a plain norm on both shards of a replica, and return its weights."""
+def step_with_sharded_blocks_only(reduces: bool, closure: bool) -> list[float]:
+    """Take a step with a plain norm on both shards of a replica, and return its weights. A closure has no overlap."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -375,23 +375,29 @@ def step_with_sharded_blocks_only(reduces: bool) -> list[float]:
     for block in (model.a, model.b):
         fully_shard(block, mesh=mesh["shard"])
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = replicate(model, sgd, "dense", mesh["replicate"], overlap=True)
+    optimizer = replicate(model, sgd, "dense", mesh["replicate"], overlap=not closure)
     optimizer.prepare_last_backward()
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model(x).square().sum().backward()
-    for parameter in model.norm.parameters() if reduces else ():
-        dist.all_reduce(parameter.grad, group=mesh["shard"].get_group())
-    optimizer.step()
+
+    def backward() -> None:
+        model(x).square().sum().backward()
+        for parameter in model.norm.parameters() if reduces else ():
+            dist.all_reduce(parameter.grad, group=mesh["shard"].get_group())
+
+    if not closure:
+        backward()
+    optimizer.step(backward if closure else None)
     return model.norm.weight.tolist()  # type: ignore[no-any-return]
 
 
 def test_gradients_that_fsdp_does_not_reduce_are_refused(pool2: Pool) -> None:
     """The copies of a parameter outside the sharded modules diverged within a replica."""
     refused = r"\d parameters, first 'norm.\w+', are not sharded, .* call fully_shard on the model too"
-    ranks = pool2(attempts, step_with_sharded_blocks_only, (False,), (True,))
-    for (good, text), (reduced, weights) in ranks:
-        assert not good and re.search(refused, text.splitlines()[-1]), text
-        assert reduced and weights == ranks[0][1][1]
+    ranks = pool2(attempts, step_with_sharded_blocks_only, (False, False), (False, True), (True, False))
+    for *wrong, (reduced, weights) in ranks:
+        for good, text in wrong:
+            assert not good and re.search(refused, text.splitlines()[-1]), text
+        assert reduced and weights == ranks[0][2][1]
 
 
 def overlap_with_uneven_shards() -> tuple[list[int], bool]:
