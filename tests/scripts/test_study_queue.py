@@ -92,7 +92,6 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
     missing = len(Queue(grid, grid.sets, store, 1, folder).missing())
     known = {
         "at_size": 6,
-        "loss_for_bytes": 2,
         "quality_study": 1,
         "sizes": 4,
         "strong_scaling": 420,
