@@ -140,20 +140,14 @@ def test_the_launcher_starts_the_recipe_on_all_processes(tmp_path: Path, monkeyp
     assert {"--nnodes=2:2", "--nproc_per_node=3", "--rdzv_endpoint=node0:29500"} <= set(launcher)
     assert recipe == "own.toml"
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
-    for given, message in (
-        ("own.toml, other.toml", r"CONFIG_FILE: other\.toml does not exist; recipes are in /"),
-        (".", r"CONFIG_FILE: \. is a folder"),
+    for name, given, message in (
+        ("CONFIG_FILE", "own.toml, other.toml", r"CONFIG_FILE: other\.toml does not exist; recipes are in /"),
+        ("CONFIG_FILE", ".", r"CONFIG_FILE: \. is a folder"),
+        ("LOG_RANK", "a", r"LOG_RANK=a; it must be numbers of ranks, such as 0,1"),
+        ("LOG_RANK", "5,3", r"LOG_RANK=5,3: a node has 3 ranks here, from 0 on; no output would be shown"),
     ):
-        monkeypatch.setenv("CONFIG_FILE", given)
-        with pytest.raises(ValueError, match=message):
-            start.prepare()
-    monkeypatch.setenv("CONFIG_FILE", "own.toml")
-    for given, message in (
-        ("a", r"LOG_RANK=a; it must be numbers of ranks, such as 0,1"),
-        ("5,3", r"LOG_RANK=5,3: a node has 3 ranks here, from 0 on; no output would be shown"),
-    ):
-        monkeypatch.setenv("LOG_RANK", given)
-        with pytest.raises(ValueError, match=message):
+        with monkeypatch.context() as wrong, pytest.raises(ValueError, match=message):
+            wrong.setenv(name, given)
             start.prepare()
     monkeypatch.setenv("LOG_RANK", "2,5")
     start.prepare()
