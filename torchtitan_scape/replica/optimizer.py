@@ -76,7 +76,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     _active_replica = 0  # whose weights the model contains
     _shows_shared_weights = False  # inside `shared_weights`, with weights of each replica
     _is_first_step = True
-    _is_compared = False  # the gradients of copies within a replica, in the first step
     _step_supports_amp_scaling = True  # `GradScaler` then calls `step`, which refuses it
 
     def __init__(
@@ -188,9 +187,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.finish_previous_step()
         with self.timer.phase("check"):
             gradients = self._gradients()
-            if not self._is_compared:
+            if self._is_first_step:
                 checks.refuse_unreduced(self._shards, gradients[0], self.collectives)
-                self._is_compared = True
+                self._is_first_step = False
             complete = self._overlap.complete if self._overlap else ()
             was_sent = self._overlap is not None and self._overlap.active
             applied = self.guard.check([gradient for row in gradients for gradient in row], complete, was_sent)
@@ -523,8 +522,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _before_step(self, *_: Any) -> None:
         """Check in the first step how the model was used after the optimizer was built."""
         if not self._is_first_step:
-            return
-        self._is_first_step = False  # the hook stays: PyTorch does not permit its removal while the hooks run
+            return  # the hook stays: PyTorch does not permit its removal while the hooks run
         checks.refuse_synchronized(self._shards)
         if self.weights or self.options.divides_update:
             checks.refuse_converted(self._shards, self.options.method_name(), self.collectives)
