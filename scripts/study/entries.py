@@ -166,7 +166,6 @@ def _budget(group: list[_Stored], report: dict[str, Any]) -> Budget:
     text = options.get("training.dataset_path") or options.get("training.dataset", "")
     title += f", {names[text]}" if text in names else ""
     one = Budget(title, parameters, names.get(text, text), steps, batch, replicas)
-    shares_of = costs.planned_shares if report.get("planned_bytes") else costs.shares
     for method in dict.fromkeys(stored.method for stored in group):
         of_method = [stored for stored in group if stored.method == method]
         trials, by_trial = dict[Trial, Options](), dict[str, dict[int, Run]]()
@@ -179,7 +178,7 @@ def _budget(group: list[_Stored], report: dict[str, Any]) -> Budget:
             best = min(done, key=lambda trial: (trial.loss, trial.rate))
             runs = {seed: run for seed, run in sorted(by_trial[best.text].items()) if "error" not in run}
             losses = {seed: run["validation_loss"] for seed, run in runs.items()}
-            shares = shares_of(trials[best], runs[min(runs)])
+            shares = costs.shares(trials[best], runs[min(runs)])
             label = next((stored.spec.label for stored in of_method if stored.spec), of_method[0].run["label"])
             entry = Entry(label, method, best, sorted(trials, key=lambda t: t[:2]), trials[best], runs, losses, shares)
             one.entries.append(entry)

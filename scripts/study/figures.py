@@ -12,6 +12,7 @@ from scripts.study import costs, curves, line_figures, observations, sweep_figur
 from scripts.study.entries import Budget, Entry, best_below, budgets_of, relative
 from scripts.study.grid import Grid
 from scripts.study.store import Store
+from torchtitan_scape.kernels.codec.formats import FORMATS
 
 START = 0.1  # share of the steps before which losses are not drawn
 BYTE_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
@@ -45,7 +46,7 @@ def loss_against_bytes(grid: Grid, store: Store, folder: Path, frontier: bool = 
     """Draw the gap over bytes. The frontier joins the best methods for their bytes, in budgets with coded payloads."""
     name, found = "frontier.png" if frontier else "loss_against_bytes.png", budgets_of(grid, store)[0]
     if frontier:
-        found = [one for one in found if any(entry.payload_code in costs.FORMATS for entry in one.others)]
+        found = [one for one in found if any(entry.payload_code in FORMATS for entry in one.others)]
     else:
         found = [one for one in found if one.dense("AdamW") and one.others]
     if not found:

@@ -17,9 +17,9 @@ Losses are final validation losses in nats per token, on the same validation bat
 A method is tuned with one seed by the runs that the grid declares, some methods at one rate; other seeds run at its
 best setting. A seed changes the start, not the order of the data. Gaps are paired by seed, mean ± standard deviation;
 (edge) marks a best rate that is the lowest or the highest that ran. Bytes are what a replica sends relative to dense
-FP32 gradients, masks and scales included: of a step after the start, and of the whole run, with dense starts and
-warm-ups. Every replica validates on its own part of the text: between different numbers of replicas compare the gaps,
-not the losses."""
+FP32 gradients, masks and scales included: of a step after the start, planned, and of the whole run, counted, with dense
+starts and warm-ups. Every replica validates on its own part of the text: between different numbers of replicas compare
+the gaps, not the losses."""
 
 
 def percent(share: float) -> str:

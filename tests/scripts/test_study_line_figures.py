@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.study import line_figures
-from scripts.study.costs import planned_shares
+from scripts.study.costs import shares
 from scripts.study.entries import budgets_of
 from scripts.study.grid import Grid
 from scripts.study.queue import Queue
@@ -24,7 +24,6 @@ density_warmup = 0.05
 tables = ["budgets"]
 figures = ["loss_for_bytes", "sizes"]
 gaps = ["Muon"]
-planned_bytes = true
 published = "PUBLISHED"
 texts = { standard_library_short = "Python sources", standard_library = "Python sources", speeches_short = "speeches" }
 [report.lines]
@@ -96,7 +95,7 @@ def test_runs_of_different_models_and_texts_are_different_budgets(grid: Grid, tm
     ]
     assert all(len(one.entries) == len(GAPS) for one in found)
     small, large = (next(e for e in one.entries if e.method == "sparta") for one in (found[1], found[3]))
-    assert small.shares == planned_shares(small.options, small.first) != large.shares
+    assert small.shares == shares(small.options, small.first) != large.shares
 
 
 def test_the_report_shows_both_figures(grid: Grid, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.study.__main__ import main
-from scripts.study.costs import MACHINES, overlapped, planned_shares, run_seconds, step_seconds
+from scripts.study.costs import MACHINES, overlapped, run_seconds, shares, step_seconds
 from scripts.study.entries import budgets_of
 from scripts.study.grid import GRIDS, Grid, RunSpec, defaults
 from scripts.study.queue import Queue
@@ -26,7 +26,6 @@ density_warmup = 0.05
 tables = ["budgets"]
 figures = ["loss_against_bytes", "loss_against_seconds"]
 gaps = ["AdamW", "AdamS"]
-planned_bytes = true
 seconds = true
 [methods.dense-adamw]
 label = "AdamW, dense"
@@ -164,9 +163,9 @@ def test_bytes_are_planned_for_a_step_and_counted_for_the_run(grid: Grid, tmp_pa
     (sparse, dense), (scape, adamw) = (spec.options for spec in specs), (keep(store, spec, 2.0) for spec in specs)
     assert overlapped(sparse).name == "scape 0.05 int4"
     assert overlapped(dense) == PlannedRun(DenseOptions(), "AdamW", overlap=True), "if the method supports it"
-    steady, whole = planned_shares(sparse, scape)
+    steady, whole = shares(sparse, scape)
     assert 0.011 < steady < 0.014 and whole == 0.02
-    assert planned_shares(dense, adamw) == pytest.approx((1.0, 1.0), rel=1e-4)
+    assert shares(dense, adamw) == pytest.approx((1.0, 1.0), rel=1e-4)
     for machine in MACHINES:
         found = (PlannedRun(options) for options in (ScapeOptions(density=0.05, code="int4"), DenseOptions()))
         step, adams = (step_seconds(machine, run, 4) for run in found)
