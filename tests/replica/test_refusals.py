@@ -1,5 +1,6 @@
 """Misuse of `replicate` ends in one line with the cause, on every rank, before anything is trained or lost."""
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,10 @@ def refuse(case: str, folder: str) -> None:
             optimizer.load_state_dict(state)
         case "state of the wrapped optimizer":
             make_optimizer(model, "topk").load_state_dict(adamw.state_dict())
+        case "copy":
+            deepcopy(make_optimizer(model, "topk"))
+        case "file":
+            torch.save({"optimizer": make_optimizer(model, "topk")}, f"{folder}/{rank}.pt")
         case "group":
             make_optimizer(model, "dense").add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -218,6 +223,8 @@ REFUSALS = {
     "state of another replica": "the saved state has replica=[01], this run has [01].*load the file that it saved",
     "state of one rank": "the saved state has density=0.5, this run has 0.1",
     "state of the wrapped optimizer": "the state has no 'replica' entry",
+    "copy": r"would lose the method's state; save optimizer.state_dict\(\)",
+    "file": r"would lose the method's state; save optimizer.state_dict\(\)",
     "group": "all parameters must be passed at construction",
 }
 

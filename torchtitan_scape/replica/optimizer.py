@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -460,6 +460,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 "state_dict", f"ranks differ, so every rank has to save its own state. {checks.DCP}"
             )
         return self.inner.state_dict() | {"replica": self._replica_state()}
+
+    def __getstate__(self) -> NoReturn:
+        raise ValueError(
+            "a replica optimizer is not copied or pickled, which would lose the method's state; save "
+            "optimizer.state_dict() in its place"
+        )
 
     def _is_equal_on_all_ranks(self) -> bool:
         """Return whether the state of one rank is that of all, as with `dense` and unsharded parameters."""
