@@ -23,7 +23,7 @@ from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.data.corpora import STANDARD_LIBRARY
 from torchtitan_scape.export import main
 from torchtitan_scape.huggingface import families, folder
-from torchtitan_scape.huggingface.folder import filled
+from torchtitan_scape.huggingface.folder import atomic_folder, filled
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.specs import whole_model
 
@@ -218,6 +218,15 @@ def test_bf16_logits_agree_within_bf16_rounding(name: str, export: Any, runs: Pa
     assert float((found16 - rounded).norm()) <= float((rounded - exact).norm())
     chosen = exact.gather(-1, found16.argmax(-1, keepdim=True)).squeeze(-1)
     assert float((exact.amax(-1) - chosen).max()) <= 2 * float((rounded - exact).abs().max())
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    """The second one deleted the files of the first, which ended as if its folder were complete."""
+    with atomic_folder(tmp_path / "new") as part:
+        (part / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match="another process writes it"), atomic_folder(tmp_path / "new"):
+            pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "config.json"]
 
 
 def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> None:

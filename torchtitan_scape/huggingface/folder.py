@@ -71,13 +71,15 @@ def atomic_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `output` on success and deleted on failure.
 
     Raises:
-        ValueError: `output` exists already.
+        ValueError: `output` exists already, or another process writes it.
     """
     if output.exists():
         raise ValueError(f"--output {output} exists already; give another, or delete it")
     part = output.with_name(f"{output.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # Left by a killed export.
-    part.mkdir(parents=True)
+    try:
+        part.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"{part} exists already: another process writes it, or was killed; delete it then") from None
     try:
         yield part
         part.rename(output)
