@@ -23,6 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan_scape.core.command import install_command, one_line, parser_of
 from torchtitan_scape.core.files import parse_json, refuse_pointers, write_whole
 from torchtitan_scape.huggingface.folder import DifferentError
@@ -271,7 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         (fetch if options.command == "fetch" else run)(options)
     except (ValueError, OSError, DifferentError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # Before the processes are connected, all have the same error; afterwards it may be that of a document.
+        if os.environ.get("LOCAL_RANK", "0") == "0" or dist.is_initialized():
             print(f"evaluate: {one_line(error)}", file=sys.stderr)
         return 2
     finally:

@@ -266,6 +266,20 @@ def test_a_folder_without_an_export_is_one_line(exported: dict[str, Path], tmp_p
     assert not (exported["llama"] / "evaluation").exists()
 
 
+def test_the_error_of_one_process_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A text may be too long on one process alone, and the launcher does not know why that process ended."""
+
+    def refuse(options: Any) -> None:
+        raise ValueError("too long")
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torchtitan_scape.evaluate.run", refuse)
+    for connected in (False, True):
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda connected=connected: connected)
+        assert main(["run", "--model=m", "--tasks=t"]) == 2
+        assert capsys.readouterr().err == ("evaluate: too long\n" if connected else "")
+
+
 def test_without_the_extra_the_error_names_the_command(exported: dict[str, Path], capsys: Any) -> None:
     find = importlib.util.find_spec
     with patch("torchtitan_scape.evaluate.find_spec", lambda name: None if name == "lm_eval" else find(name)):

@@ -205,6 +205,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
 
     Under torchrun each process has a copy of the model, and the harness distributes the documents; on CPUs with gloo.
     """
+    model = load_model(folder, "auto")
     # Without `cpu`, Accelerate would treat ranks without a GPU as independent processes.
     process_group_options = InitProcessGroupKwargs(timeout=timedelta(days=7))
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group_options])
@@ -216,7 +217,7 @@ def score(folder: Path, tasks: dict[str, Any], limit: int | None, batch_size: in
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    model = load_model(folder, "auto").to(accelerator.device)
+    model.to(accelerator.device)
     # Sums of BF16 logarithms would be rounded to BF16, at -40 to a quarter, and different choices would tie.
     lm = _Model(pretrained=model, tokenizer=str(folder), batch_size=batch_size, softmax_dtype="float32")
     if lm.prefix_token_id is None:
