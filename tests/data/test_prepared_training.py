@@ -18,6 +18,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
+from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,18 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     guard.skipped_in_a_row = 0
     one._purge_stale_checkpoints()
     assert deleted == ["run/step-1"]
+
+
+def test_a_refused_save_is_not_the_best_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best one that exists was deleted in its place, and its export failed."""
+    one: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
+    one.folder, one._being_written = "run", "run/step-4"
+    noted: dict[int, bool] = {}
+    best = SimpleNamespace(note=lambda step, loss, saved, begun: noted.update({step: saved}))
+    trainer: Any = SimpleNamespace(checkpointer=one, best=best, step=6, steps_taken=6)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    for step in (4, 6):
+        ScapeTrainer._validated(trainer, step, 1.0)
+    trainer.checkpointer = ReplicaCheckpointer.__new__(ReplicaCheckpointer)  # without a folder if it is not enabled
+    ScapeTrainer._validated(trainer, 8, 1.0)
+    assert noted == {4: True, 6: False, 8: False}

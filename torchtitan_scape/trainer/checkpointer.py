@@ -259,6 +259,10 @@ class ReplicaCheckpointer(CheckpointManager):
         """Return whether `save` would write this step."""
         return self._should_save(step, last_step)
 
+    def saved_at(self, step: int) -> bool:
+        """Return whether the last save of this run was that of `step`: `save` may have refused a later one."""
+        return bool(self._being_written) and self._being_written == self._create_checkpoint_id(step)
+
     def newest_step(self) -> int:
         """Return the step of the newest complete checkpoint; -1 if there is none or checkpoints are disabled."""
         return self._find_load_step() if self.enable else -1

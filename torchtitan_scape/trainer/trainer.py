@@ -341,8 +341,7 @@ class ScapeTrainer(Trainer):
 
     def _validated(self, step: int, loss: float) -> None:
         if dist.get_rank() == 0:
-            saved = self.checkpointer.saves_at(step, step == self.job_config.training.steps)
-            self.best.note(step, loss, saved, begun=self.step - self.steps_taken)
+            self.best.note(step, loss, self.checkpointer.saved_at(step), begun=self.step - self.steps_taken)
 
     def _check_replicas(self) -> None:
         """Check the replicas, before every checkpoint and at the interval, and write what a resumed run needs."""
