@@ -190,6 +190,15 @@ def test_a_full_disk_of_one_node_fails_the_start_on_all_ranks(pool3: Pool, tmp_p
         assert not good and "OSError" in text and "No space left on device on b" in text
 
 
+def test_another_rank_of_the_node_may_create_the_folder_first(tmp_path: Path) -> None:
+    """Every rank of DCP creates it, also between the removal of an old one and its creation by the first rank."""
+    nodes: Any = NodeFolders.__new__(NodeFolders)
+    nodes.leads = True
+    with patch.object(node_folders, "remove", Path.mkdir):
+        nodes.begin(tmp_path / "step-2")
+    assert (tmp_path / "step-2").is_dir()
+
+
 def test_a_folder_that_nodes_share_is_refused(pool2: Pool, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     for good, text in pool2.outcomes(on_nodes, str(tmp_path), "ab", check_private, shared, 1):

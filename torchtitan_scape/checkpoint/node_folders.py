@@ -127,7 +127,7 @@ class NodeFolders:
         """Create an empty folder on this node, before any rank writes. Raises OSError. Not collective."""
         if self.leads:
             remove(path)
-            Path(path).mkdir(parents=True)
+            Path(path).mkdir(parents=True, exist_ok=True)  # other ranks of the node create it too, see CheckedWriter
 
     def publish(self, path: str | os.PathLike[str]) -> None:
         """Send the files of all ranks to the nodes that keep copies, and write the manifest on all nodes.
