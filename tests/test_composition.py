@@ -147,10 +147,15 @@ def test_float8_gives_nearly_the_same_steps(names: tuple[str, ...], pool2: Pool,
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao, of the extra `float8`, is not installed")
 def test_fsdp_gathers_float8(pool2: Pool, tmp_path: Path) -> None:
-    """FSDP2's all-gather in FP8 encodes what the matrix multiplication would: the steps are the same."""
+    """FSDP2's all-gather in FP8 encodes what the matrix multiplication would: the steps are the same.
+
+    A checkpoint has plain tensors, which an export reads without torchao.
+    """
     precomputed = [*GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
-    base = [*METHODS["scape"], *LAYOUTS["2x1"], TWELVE]
+    base = [*METHODS["scape"], *LAYOUTS["2x1"], TWELVE, "--checkpoint.enable", "--checkpoint.interval=2"]
     rows = ((str(tmp_path / str(i)), [*base, *more], 3) for i, more in enumerate((FLOAT8, GATHERED, precomputed)))
     for good, run in (results := pool2(attempts, train, *rows)[0]):
         assert good, run
         assert run["losses"] == results[0][1]["losses"] and run["norms"] == results[0][1]["norms"]
+    files = [file.read_bytes() for file in tmp_path.glob("*/checkpoint/step-2/*.distcp")]
+    assert len(files) == 6 and not any(b"WeightWithDynamicFloat8CastTensor" in content for content in files)

@@ -1,6 +1,7 @@
 """Local views of parameters and gradients."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def in_bfloat16() -> nn.Parameter:
 
 def distributed() -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao, of the extra `float8`, is not installed")
+def test_weights_for_a_gather_in_fp8_have_an_address() -> None:
+    """torchao's wrapper has none: kernels would have written to address 0, and no checkpoint was saved."""
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    values = torch.ones(3, 4)
+    weight = nn.Parameter(WeightWithDynamicFloat8CastTensor(values, LinearMMConfig(), torch.float8_e4m3fn))
+    assert stored(weight).data_ptr() == values.data_ptr() and type(stored(weight)) is Tensor
+    assert not stored(weight).requires_grad
+    with torch.no_grad():
+        stored(weight).add_(1.0)
+    assert torch.equal(values, torch.full((3, 4), 2.0))
 
 
 def replace_storage(parameter: nn.Parameter, dtype: torch.dtype = torch.float32) -> None:

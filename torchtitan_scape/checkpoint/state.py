@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_scape.core.consistency import LARGEST, check_plausible, is_plausible
-from torchtitan_scape.core.parameters import Shard, is_slice, local, plain_name
+from torchtitan_scape.core.parameters import Shard, is_slice, local, plain_name, stored
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.pytorch import create_state
 from torchtitan_scape.optimizers.registry import FIRST
@@ -292,8 +292,10 @@ class ModelCheckpoint(Stateful):
         self.own, self._optimizer, self._layout = own, optimizer, layout
 
     def state_dict(self) -> dict[str, Any]:
-        shared = self._optimizer.saved_model()
         parameters = {shard.name: shard.parameter for shard in self._optimizer.shards()}
+        # Wrappers that FSDP2 gathers in FP8 would be stored as such, and could be read with torchao alone.
+        in_wrappers = {name: stored(one) for name, one in parameters.items() if hasattr(local(one), "_tensor")}
+        shared = in_wrappers | self._optimizer.saved_model()
         state: dict[str, Any] = dict(self.own.state_dict())
         others = {other: name for other, name in self._other_names.items() if other in state}
         state |= {name: self._layout.whole(parameters[name], own_storage(shared[name])) for name in shared}

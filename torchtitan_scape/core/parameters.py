@@ -128,8 +128,15 @@ def weak_hook(method: Callable[..., None], *args: Any) -> Callable[[Tensor], Non
 
 def stored(parameter: Tensor) -> Tensor:
     """Return the stored numbers of the local shard: the BF16 weight of a `ScaledTensor`, else the shard itself."""
-    shard = local(parameter).detach()
-    return shard.weight if isinstance(shard, ScaledTensor) else shard
+    return _within_wrapper(local(parameter)).detach()
+
+
+def _within_wrapper(shard: Tensor) -> Tensor:
+    """Return the tensor with the memory of a local shard: a wrapper has no address.
+
+    `_tensor` is that of torchao's weights which FSDP2 gathers in FP8.
+    """
+    return shard.weight if isinstance(shard, ScaledTensor) else getattr(shard, "_tensor", shard)
 
 
 class StoredTensors:
@@ -158,8 +165,7 @@ class StoredTensors:
 
 def _address(parameter: Tensor) -> int:
     """Return the address of the first entry of `stored(parameter)`, without creating that view."""
-    shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return shard.weight.data_ptr() if isinstance(shard, ScaledTensor) else shard.data_ptr()
+    return _within_wrapper(parameter._local_tensor if isinstance(parameter, DTensor) else parameter).data_ptr()
 
 
 def collect_shards(param_groups: list[dict[str, Any]]) -> list[Shard]:
