@@ -6,6 +6,10 @@ from torchtitan_scape.config.checks import check_library_keys
 from torchtitan_scape.config.parsing import parse
 
 RECIPE = ["--job.config_file=train_configs/embedded.toml"]
+FP8, EMULATED = "--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"
+GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
+PRECOMPUTED = [FP8, EMULATED, GATHERED, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
+UPDATE = ["--sync.method=quantized_update", "--optimizer.name=Muon"]
 
 
 def converters() -> set[str]:
@@ -39,14 +43,11 @@ def test_wrong_values_name_key_and_fix(arguments: list[str], message: str) -> No
         ["--compile.backend=nonsense"],  # not used
         ["--training.seq_len=128", "--validation.no-enable"],
         ["--profiling.enable_profiling"],
+        [*PRECOMPUTED, *UPDATE],
     ],
 )
 def test_valid_values_pass(arguments: list[str]) -> None:
     check_library_keys(parse([*RECIPE, *arguments]), "cpu", converters)
-
-
-FP8, EMULATED = "--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"
-GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,8 @@ GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
             [FP8, EMULATED, GATHERED, "--sharding.levels.weights=1", "--sharding.levels.gradients=2"],
             r"all_gather = true and \[sharding\]",
         ),
+        ([*PRECOMPUTED, "--sync.method=diloco", "--optimizer.name=AdamW"], "method 'diloco' validates with others"),
+        ([*PRECOMPUTED, *UPDATE, "--sync.overlap"], "set precompute_float8_dynamic_scale_for_fsdp = false"),
     ],
 )
 def test_quantization_is_refused_with_the_fix(arguments: list[str], message: str) -> None:

@@ -364,7 +364,10 @@ def check_library_keys(config: JobConfig, device_type: str, converters: Callable
 def _check_quantization(config: JobConfig) -> None:
     """Refuse converters to FP8 and MX formats that change nothing, or that fail later than in TorchTitan's checks."""
     names = [name for name in config.model.converters if name.startswith("quantize.")]
-    gathers = config.quantize.linear.float8.enable_fsdp_float8_all_gather
+    float8, method = config.quantize.linear.float8, options_of(config.sync)
+    gathers = float8.enable_fsdp_float8_all_gather
+    # A forward pass has other weights than those at the end of a step.
+    others = method.per_replica_weights or (config.sync.overlap and method.divides_update)
     for name in names:
         for wrong, text in (
             (".grouped_mm." in name, "is for MoE layers, which Llama and GPT-2 do not have; remove it"),
@@ -377,6 +380,12 @@ def _check_quantization(config: JobConfig) -> None:
                 name == FLOAT8 and gathers and (config.sharding.active or config.sharding.levels.active),
                 "with enable_fsdp_float8_all_gather = true and [sharding], which encodes the same messages; set "
                 "enable_fsdp_float8_all_gather = false",
+            ),
+            (
+                name == FLOAT8 and gathers and others and float8.precompute_float8_dynamic_scale_for_fsdp,
+                "with precompute_float8_dynamic_scale_for_fsdp = true: its scales are those of the weights at the end "
+                f"of a step, and method {config.sync.method!r} validates with others, or changes them with "
+                "sync.overlap; set precompute_float8_dynamic_scale_for_fsdp = false",
             ),
         ):
             if wrong:
