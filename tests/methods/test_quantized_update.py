@@ -584,3 +584,12 @@ def test_the_share_on_the_page_is_that_of_llama_1_8b() -> None:
     model = get_workload("llama_1_8b").local(1)
     updated = QuantizedUpdateOptions().updated_model(model, 64)
     assert updated.entries / model.entries == pytest.approx(0.019, abs=0.0005)
+
+
+@pytest.mark.parametrize(("levels", "times"), [([384], 1.0), ([8, 48], 4.7)])
+def test_rows_are_padded_to_the_longest_one_on_several_levels(levels: list[int], times: float) -> None:
+    """As the page says."""
+    model, sizes = get_workload("llama_500m").local(1), [LevelSize("network", size) for size in levels]
+    calls = QuantizedUpdateOptions(whiten_every=0).collective_calls(model, sizes)
+    sent = sum(call.active * call.count for call in calls if call.kind == "reduce_scatter")
+    assert sent / model.entries == pytest.approx(times, abs=0.05)
