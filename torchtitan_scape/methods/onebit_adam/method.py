@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, local
+from torchtitan_scape.core.parameters import Shard, local, stored
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.tensors import Rates
@@ -137,7 +137,7 @@ class OnebitAdam(Quantized):
             for group in self.context.optimizer.param_groups
         ]
         self._adam.step(
-            [local(shard.parameter) for shard in shards],
+            [stored(shard.parameter) for shard in shards],
             momenta,
             [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")],
             [rates[shard.group] for shard in shards],
