@@ -130,16 +130,11 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
         yield f"Milliseconds with tiles of several sizes, {tried['entries']:,} entries in large matrices:"
         yield markdown(tile_rows(tried["tiles"]))
     for steps in (one for name, one in results.items() if name.startswith("methods")):
-        entries = f", {steps['entries']:,} entries" if "entries" in steps else ""
         yield (
-            f"Steps of {steps['model']}, shard 1 of {steps.get('shard', 1)}{entries}, one of 8 replicas; "
+            f"Steps of {steps['model']}, shard 1 of {steps['shard']}, {steps['entries']:,} entries, one of 8 replicas; "
             "nothing is sent."
         )
-        if "baselines" not in steps:
-            yield "Gradients were drawn once: some steps clipped, others did not, and Radius's mask had all entries."
         yield markdown(method_rows(steps))
-        if "launch_microseconds" in steps:
-            yield f"The host needs {steps['launch_microseconds']:.1f} microseconds to launch a small Triton kernel."
         yield "Launches of such a step, as the profiler saw them, with the kernels that take longest:"
         yield markdown(launch_rows(steps["profiles"]))
     traffic = results.get("traffic", {})
@@ -165,23 +160,19 @@ def step_against_dense(setting: dict[str, Any], dense: dict[str, Any]) -> Row:
 
 
 def method_rows(steps: dict[str, Any]) -> list[Row]:
-    separate = {"fused AdamW alone": "fused AdamW", "fused AdamW with `clip_grad_norm_`": "with clipping"}
-    found = {name: steps[key] for name, key in separate.items() if key in steps} | steps["methods"]
-    adamw = [found[name] for name in steps.get("baselines", [*separate][:1]) if "ms" in found.get(name, {})]
+    found = steps["methods"]
+    adamw = [found[name] for name in steps["baselines"] if "ms" in found.get(name, {})]
     rows = []
     for name, one in found.items():
         if "failed" in one:
             rows.append({"method": name, "step, ms": f"failed: {one['failed'][:80]}"})
             continue
-        row = {"method": name}
-        for kind, figures, others in (
-            ("step", one, adamw),
-            ("clipped", one.get("clipped"), [each["clipped"] for each in adamw if "clipped" in each]),
-        ):
-            row[f"{kind}, ms"] = milliseconds(figures, ".1f") if figures else "-"
-            factor = figures["ms"] / min(each["ms"] for each in others) if figures and others else None
+        row, clipped = {"method": name}, one["clipped"]
+        for kind, figures, others in (("step", one, adamw), ("clipped", clipped, [each["clipped"] for each in adamw])):
+            row[f"{kind}, ms"] = milliseconds(figures, ".1f")
+            factor = figures["ms"] / min(each["ms"] for each in others) if others else None
             row[f"{kind}, against the fastest AdamW"] = number(factor, ".2f")
-        times = {"host, ms": one["host_ms"]} | one.get("clipped", one).get("phases_ms", {})
+        times = {"host, ms": one["host_ms"]} | clipped.get("phases_ms", {})
         rows.append(row | {key: number(times.get(key)) for key in ("host, ms", "check", "clip", "exchange", "update")})
     return rows
 
