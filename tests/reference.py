@@ -31,9 +31,6 @@ Record = dict[str, Any]
 # ---------------------------------------------------------------------------------------------------------- adapter
 # The only lines that name internals of the product.
 
-# State kinds that were renamed. Records contain the names of their own commit; `compare` translates both sides.
-RENAMED_KINDS = {"owed": "owner_error", "own_parameters": "replica_weights"}
-
 
 def with_present_key(argument: str) -> str:
     """Return an argument of a recorded command line with the present key; only for `compare`."""
@@ -288,21 +285,12 @@ def _first_step(quantity: str, old: Record, new: Record) -> list[str]:
 def _first_key(quantity: str, old: list[Record], new: list[Record]) -> list[str]:
     """Return a line for the first rank and key whose values differ, and how many do."""
     differing: list[str] = []
-    for rank, (a, b) in enumerate(zip(map(_renamed, old), map(_renamed, new), strict=True)):
+    for rank, (a, b) in enumerate(zip(old, new, strict=True)):
         for key in sorted(a.keys() | b.keys()):
             if a.get(key) != b.get(key):
                 before, now = _shown(a.get(key)), _shown(b.get(key))
                 differing.append(f"rank {rank}, {key or 'value'}: {now}, recorded {before}")
     return [f"{quantity}: {len(differing)} differ, first {differing[0]}"] if differing else []
-
-
-def _renamed(values: Record) -> Record:
-    """Return `values` with the present names of state kinds."""
-    found = {}
-    for key, value in values.items():
-        kind, slash, name = key.partition("/")
-        found[RENAMED_KINDS.get(kind, kind) + slash + name] = value
-    return found
 
 
 def _shown(value: Any) -> str:
