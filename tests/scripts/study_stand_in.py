@@ -25,33 +25,15 @@ tables = ["budgets"]
 figures = ["frontier", "gap", "steps"]
 gaps = ["AdamS"]
 not_on_frontier = ["scape-0.1"]
-[methods.dense-adams]
-label = "AdamS, dense"
-"sync.method" = "dense"
-"optimizer.name" = "AdamS"
-[methods.dense-adamw]
-label = "AdamW, dense"
-"sync.method" = "dense"
-"optimizer.name" = "AdamW"
-[methods."scape-0.1"]
-label = "SCAPE 0.1"
-"sync.method" = "scape"
-"sync.scape.density" = 0.1
-"sync.scape.staleness_scaling" = false
-[methods.coded]
-label = "SCAPE int4, 48 of 1024"
-density_warmup = 0.05
-"sync.method" = "scape"
-"sync.scape.density" = 0.046875
-"sync.scape.code" = "int4"
-[methods.few]
-"sync.method" = "scape"
-"sync.scape.density" = 0.0125
-"sync.scape.code" = "2bit"
-[methods.slow]
-"sync.method" = "scape"
-"sync.scape.density" = 0.01
-density_warmup = 0.25
+[methods]
+dense-adams = { label = "AdamS, dense", sync.method = "dense", optimizer.name = "AdamS" }
+dense-adamw = { label = "AdamW, dense", sync.method = "dense", optimizer.name = "AdamW" }
+"scape-0.1" = { label = "SCAPE 0.1", sync = { method = "scape", scape = { density = 0.1, staleness_scaling = false } } }
+coded.label = "SCAPE int4, 48 of 1024"
+coded.density_warmup = 0.05
+coded.sync = { method = "scape", scape = { density = 0.046875, code = "int4" } }
+few.sync = { method = "scape", scape = { density = 0.0125, code = "2bit" } }
+slow = { sync = { method = "scape", scape.density = 0.01 }, density_warmup = 0.25 }
 """
 )
 SMALL = {

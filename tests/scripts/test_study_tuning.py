@@ -27,43 +27,29 @@ tables = ["budgets"]
 figures = ["loss_against_bytes", "loss_against_seconds"]
 gaps = ["AdamW", "AdamS"]
 seconds = true
-[methods.dense-adamw]
-label = "AdamW, dense"
-"sync.method" = "dense"
-"optimizer.name" = "AdamW"
-[methods.dense-adams]
-label = "AdamS, dense"
-"sync.method" = "dense"
-"optimizer.name" = "AdamS"
-[methods.scape]
-label = "SCAPE"
-"sync.method" = "scape"
-"sync.scape.density" = 0.05
-"sync.scape.code" = "int4"
+[defaults]
+steps = 100
+batch = 1024
+replicas = 4
+further = 2
+seeds = [0, 1]
+[methods]
+dense-adamw = { label = "AdamW, dense", sync.method = "dense", optimizer.name = "AdamW" }
+dense-adams = { label = "AdamS, dense", sync.method = "dense", optimizer.name = "AdamS" }
+scape = { label = "SCAPE", sync = { method = "scape", scape = { density = 0.05, code = "int4" } } }
 [methods.powersgd]
 label = "PowerSGD"
 also = { "sync.powersgd.start" = [10, 20] }
-"sync.method" = "powersgd"
-"optimizer.name" = "AdamW"
-"sync.powersgd.rank" = 1
+sync = { method = "powersgd", powersgd.rank = 1 }
+optimizer.name = "AdamW"
 [[sets]]
 name = "adams"
-steps = 100
-batch = 1024
-replicas = 4
 methods = ["dense-adams", "scape"]
 learning_rates = [0.004, 0.002, 0.008]
-further = 2
-seeds = [0, 1]
 [[sets]]
 name = "adamw"
-steps = 100
-batch = 1024
-replicas = 4
 methods = ["dense-adamw", "powersgd"]
 learning_rates = [0.016, 0.008, 0.032]
-further = 2
-seeds = [0, 1]
 """
 )
 # Best learning rate of each method, and its loss there.
