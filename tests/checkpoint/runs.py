@@ -1,6 +1,9 @@
 """Runs of small models that are saved after step 6 and resumed, with their states after loading and at the end."""
 
-from collections.abc import Callable
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -96,3 +99,25 @@ def pool_of(layout: str, request: pytest.FixtureRequest) -> Pool:
         "tensor": "pool4",
     }.get(layout, "pool2")
     return request.getfixturevalue(name)
+
+
+def first_halves(
+    request: pytest.FixtureRequest,
+    folders: pytest.TempPathFactory,
+    work: Callable[..., Any],
+    methods: Mapping[str, list[str]],
+) -> Callable[[str, str, Path], list[Any]]:
+    """Return a function that runs `work` until step 6 once per layout and method, and copies the checkpoint into a
+    folder. It returns the results of all ranks."""
+
+    @functools.cache
+    def make(layout: str, method: str) -> tuple[Path, list[Any]]:
+        folder = folders.mktemp(f"{method}-{layout.replace(' ', '-')}")
+        return folder, pool_of(layout, request)(work, str(folder), [*methods[method], *WHERE[layout]], 6)
+
+    def copy(layout: str, method: str, folder: Path) -> list[Any]:
+        made, results = make(layout, method)
+        shutil.copytree(made / "checkpoint", folder / "checkpoint")
+        return results
+
+    return copy

@@ -1,9 +1,6 @@
 """Resuming methods with per-replica weights: parameters, moments and pending updates."""
 
-import functools
-import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.runs import SAVING, WHERE, largest, pool_of, run, whole
+from tests.checkpoint.runs import SAVING, WHERE, first_halves, largest, pool_of, run, whole
 from tests.marks import slow
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, RECIPE
@@ -86,23 +83,8 @@ def where_it_starts(saved: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def first_half(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, Path], dict[str, dict[str, Tensor]]]:
-    """Return a function that trains six steps once per layout and method, and copies the checkpoint into a folder."""
-
-    @functools.cache
-    def make(layout: str, method: str) -> tuple[Path, dict[str, dict[str, Tensor]]]:
-        folder = tmp_path_factory.mktemp(f"{method}-{layout.replace(' ', '-')}")
-        results = pool_of(layout, request)(trained, str(folder), [*HERE[method], *WHERE[layout]], 6)
-        return folder, results[0]["after"]
-
-    def copy(layout: str, method: str, folder: Path) -> dict[str, dict[str, Tensor]]:
-        made, states = make(layout, method)
-        shutil.copytree(made / "checkpoint", folder / "checkpoint")
-        return states
-
-    return copy
+def first_half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return first_halves(request, tmp_path_factory, trained, HERE)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +133,7 @@ def test_local_state_migrates_to_another_layout_or_method(
     before: str, after: str, method: str, into: str, first_half: Any, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The anchor is the model; a run with another method starts at the mean of the replicas' weights."""
-    saved = first_half(before, method, tmp_path)
+    saved = first_half(before, method, tmp_path)[0]["after"]
     steps = 9 if into in LOCAL else 7  # rounds of four steps end at step 8
     results = pool_of(after, request)(trained, str(tmp_path), [*HERE[into], *WHERE[after]], steps)
     found = results[0]["loaded"]

@@ -1,9 +1,6 @@
 """Resuming with another layout, method or other options preserves pending updates."""
 
-import functools
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.runs import WHERE, largest, pool_of, run, whole
+from tests.checkpoint.runs import WHERE, first_halves, largest, pool_of, run, whole
 from tests.marks import slow
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, train
@@ -83,9 +80,9 @@ def look(trainer: Any) -> dict[str, Any]:
     }
 
 
-def first(folder: str, arguments: list[str]) -> dict[str, Any]:
+def first(folder: str, arguments: list[str], steps: int = 6) -> dict[str, Any]:
     """Return the state when the checkpoint is written."""
-    found = run(folder, arguments, 6, look)
+    found = run(folder, arguments, steps, look)
     return found["after"] | {"loss": found["loss"]}
 
 
@@ -100,22 +97,8 @@ def second(folder: str, arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def first_half(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, Path], list[dict[str, Any]]]:
-    """Return a function that runs `first` once per layout and method, and copies the checkpoint into a folder."""
-
-    @functools.cache
-    def make(layout: str, method: str) -> tuple[Path, list[dict[str, Any]]]:
-        folder = tmp_path_factory.mktemp(f"{method}-{layout.replace(' ', '-')}")
-        return folder, pool_of(layout, request)(first, str(folder), [*METHODS[method], *WHERE[layout]])
-
-    def copy(layout: str, method: str, folder: Path) -> list[dict[str, Any]]:
-        made, results = make(layout, method)
-        shutil.copytree(made / "checkpoint", folder / "checkpoint")
-        return results
-
-    return copy
+def first_half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return first_halves(request, tmp_path_factory, first, METHODS)
 
 
 @pytest.mark.parametrize(
