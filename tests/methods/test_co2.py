@@ -1,14 +1,14 @@
 """CO2 compared with Algorithm 1 of arXiv:2401.16265."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.methods import test_local_updates as local
-from tests.methods.test_local_updates import SHAPES, far, final, flushed, flushed_alone, start, trained
+from tests.methods.test_local_updates import SHAPES, Weights, compared, far, flushed, flushed_alone, start, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.local_options import Co2Options
@@ -17,7 +17,6 @@ from torchtitan_scape.topology.traffic import LevelSize
 
 # A bound that limits some entries of the momentum and not others, see `test_equals_the_reference_algorithm`.
 CO2 = {"inner_steps": 6, "outer_lr": 0.8, "outer_momentum": 0.5, "momentum_clip": 0.1}
-Weights = dict[str, Tensor]
 
 
 class Literal(local.Literal):
@@ -72,23 +71,12 @@ def norm(values: Weights) -> float:
     ids=["both terms", "neither", "no momentum"],
 )
 def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """Parameters, anchor and outer momentum of 27 steps, with three simulated replicas and with two gloo ranks."""
     options = CO2 | changes
-    for replicas in (3, 2):
-        literal = Literal(replicas, **options)  # type: ignore[arg-type]
-        for _ in range(27):
-            literal.step()
-        entries = 3 * sum(torch.Size(shape).numel() for shape in SHAPES.values())  # of three outer steps
+    entries = 3 * sum(torch.Size(shape).numel() for shape in SHAPES.values())  # of three outer steps
+    for literal, _, states in compared(partial(Literal, **options), "co2", options, pool1, pool2):
         assert 0 < literal.clipped < entries if options["momentum_clip"] else not literal.clipped
-        if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(final, 27, "co2", options, 3))
-        else:
-            ranks = [run[-1] for run in pool2(final, 27, "co2", options, 1)]
-            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
-        for i in range(replicas):
-            assert far(own[i], literal.theta[i]) < 1e-6
-            for kind, wanted in (("anchor", literal.x0[-1]), ("outer_momentum", literal.m)):
-                assert far({n: states[i][f"{kind}.{n}"] for n in SHAPES}, wanted) < 1e-6, kind
+        assert far(states["anchor"], literal.x0[-1]) < 1e-6
+        assert far(states["outer_momentum"], literal.m) < 1e-6
 
 
 def test_a_result_is_used_a_round_after_its_start(pool1: Pool) -> None:

@@ -1,5 +1,6 @@
 """NoLoCo compared with the equations of its paper; skipped steps, full exchanges and the model."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from scripts.interfaces import COUNTERS, read_interfaces
 from tests.logs import logged
-from tests.methods.test_local_updates import SHAPES, Literal, build, far, final, parameters, start, step, trained
+from tests.methods.test_local_updates import SHAPES, Literal, build, compared, far, parameters, start, step, trained
 from tests.pool import Pool
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.noloco.options import NolocoOptions
@@ -53,22 +54,12 @@ class LiteralNoloco(Literal):
 
 @pytest.mark.parametrize("gamma", [0.9, 0.7])
 def test_equals_the_reference_algorithm(gamma: float, pool1: Pool, pool2: Pool) -> None:
-    """Parameters, slow weights and momenta of 27 steps: five simulated replicas, of which one rests, two gloo ranks."""
+    """One of the five simulated replicas rests."""
     options = NOLOCO | {"averaging_rate": gamma}
-    for replicas in (5, 2):
-        literal = LiteralNoloco(replicas, **options)  # type: ignore[arg-type]
-        for _ in range(27):
-            literal.step()
-        if replicas == 5:
-            ((own, states),) = (run[-1] for run in pool1(final, 27, "noloco", options, 5))
-        else:
-            ranks = [run[-1] for run in pool2(final, 27, "noloco", options, 1)]
-            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
-        for i in range(replicas):
-            assert far(own[i], literal.theta[i]) < 1e-6
-            assert far({n: states[i][f"slow_weights.{n}"] for n in SHAPES}, literal.phi[i]) < 1e-6
-            assert far({n: states[i][f"slow_momentum.{n}"] for n in SHAPES}, literal.delta[i]) < 1e-5
-        assert far(own[0], own[1]) > 1e-3  # replicas differ
+    for literal, i, states in compared(partial(LiteralNoloco, **options), "noloco", options, pool1, pool2, 5):
+        assert far(states["slow_weights"], literal.phi[i]) < 1e-6
+        assert far(states["slow_momentum"], literal.delta[i]) < 1e-5
+        assert far(literal.theta[0], literal.theta[1]) > 1e-3  # replicas differ
 
 
 def test_a_single_replica_takes_the_outer_step_alone(pool1: Pool) -> None:

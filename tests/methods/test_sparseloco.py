@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.methods import test_local_updates as local
 from tests.methods import test_topk as topk
-from tests.methods.test_local_updates import SHAPES, far, final
+from tests.methods.test_local_updates import SHAPES, compared, far
 from tests.pool import Pool
 from tests.replicas import run_replicas
 from torchtitan_scape.core.parameters import collect_shards
@@ -49,22 +49,13 @@ class Literal(local.Literal):
 
 @pytest.mark.parametrize("changes", [{}, {"divisor": "replicas", "code": "float32"}], ids=["published", "equations"])
 def test_equals_the_reference_algorithm(changes: dict[str, Any], pool1: Pool, pool2: Pool) -> None:
-    """Parameters, anchor and residual of 27 steps, with three simulated replicas and with two gloo ranks."""
-    for replicas in (3, 2):
-        literal = Literal(replicas, 6, **{**PUBLISHED, **changes})
-        for _ in range(27):
-            literal.step()
-        if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(final, 27, "sparseloco", {"inner_steps": 6, **changes}, 3))
-        else:
-            ranks = [run[-1] for run in pool2(final, 27, "sparseloco", {"inner_steps": 6, **changes}, 1)]
-            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
-        for i in range(replicas):
-            assert far(own[i], literal.theta[i]) < 1e-6
-            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
-            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
-            kept = {n: states[i][f"residual.{n}"].flatten() for n in SHAPES}
-            assert far(kept, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
+    def literal_of(replicas: int) -> Literal:
+        return Literal(replicas, 6, **{**PUBLISHED, **changes})
+
+    for literal, i, states in compared(literal_of, "sparseloco", {"inner_steps": 6, **changes}, pool1, pool2):
+        assert far(states["anchor"], {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+        residual = {n: value.flatten() for n, value in states["residual"].items()}
+        assert far(residual, dict(zip(SHAPES, literal.codec.residual[i], strict=True))) < 1e-5
 
 
 def test_defaults_equal_the_published_settings() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.marks import covering, slow
-from tests.methods.test_local_updates import SHAPES, Literal, far, final
+from tests.methods.test_local_updates import SHAPES, Literal, compared, far
 from tests.pool import Pool
 from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, StepInfo
@@ -55,19 +56,8 @@ class LiteralSparta(Literal):
 
 def test_equals_the_reference_algorithm(pool1: Pool, pool2: Pool) -> None:
     options = {"interval": 3, "code": "float32", "warmup_steps": 0}
-    for replicas in (3, 2):
-        literal = LiteralSparta(replicas, 3)
-        for _ in range(27):
-            literal.step()
-        if replicas == 3:
-            ((own, states),) = (run[-1] for run in pool1(final, 27, "sparta", options, 3))
-        else:
-            ranks = [run[-1] for run in pool2(final, 27, "sparta", options, 1)]
-            own, states = [rank[0][0] for rank in ranks], [rank[1][0] for rank in ranks]
-        for i in range(replicas):
-            assert far(own[i], literal.theta[i]) < 1e-6
-            anchor = {n: states[i][f"anchor.{n}"] for n in SHAPES}
-            assert far(anchor, {n: a.data for n, a in literal.anchor.items()}) < 1e-6
+    for literal, _, states in compared(partial(LiteralSparta, interval=3), "sparta", options, pool1, pool2):
+        assert far(states["anchor"], {n: a.data for n, a in literal.anchor.items()}) < 1e-6
 
 
 class Alone:
@@ -297,17 +287,3 @@ def test_no_block_group_waits_for_more_than_one_round(interval: int, warmup: int
 def test_the_default_warm_up_is_5_percent_of_the_run() -> None:
     alone = Alone(2, steps=400, interval=8, warmup_steps=-1)
     assert [len(alone.methods[0].block_groups(number)) for number in (1, 11, 21, 22)] == [8, 3, 1, 1]
-
-
-def test_a_step_sends_one_block_group() -> None:
-    """One bit per entry and a BF16 scale per block: at interval 3 0.0117 of dense FP32, plus padding."""
-    alone = Alone(4, interval=3)
-    entries = sum(-(-math.prod(shape) // BLOCK) for shape in PARTS) * BLOCK
-    planned = alone.methods[0].planned_bytes()
-    assert planned >= 1.5 * entries * 1.125 / 8 / 3
-    ledger = alone.replicas.endpoints[0].ledger
-    before = sum(ledger.sent_by_level().values())
-    for number in range(1, 4):
-        alone.move(number)
-        alone.step(number)
-    assert (sum(ledger.sent_by_level().values()) - before) / 3 == pytest.approx(planned)
