@@ -102,6 +102,13 @@ def copied(state: Any) -> Any:
     return state.clone() if isinstance(state, Tensor) else state
 
 
+def lasting(optimizer: Scape) -> list[Tensor]:
+    """Return what determines the next steps, beside the parameters and the mask."""
+    passes: Any = optimizer.method.passes
+    common = [passes.owner.common] if passes.owner else []
+    return [*passes.kept(), passes.code_residual, *common]
+
+
 def resume(collectives: ThreadCollectives, at: int, **options: Any) -> tuple[Scape, Scape]:
     """An optimizer after ten steps, and one that has its state of step `at` and took the rest: bitwise equal so far."""
     shapes, made = SPARSE + DENSE, []

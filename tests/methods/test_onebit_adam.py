@@ -158,14 +158,6 @@ def test_equals_the_paper(replicas: int) -> None:
     assert near([each / replicas for each in owners], expected["delta_bar"], 0.01)
 
 
-def test_entries_without_a_variance_keep_their_values() -> None:
-    """They had no gradient during the warm-up: the quotient of momentum and variance would be of any size."""
-    for found in run_replicas(2, lambda collectives: descend(collectives)):
-        assert not found["exp_avg_sq"][0][SILENT].any() and found["exp_avg"][0][SILENT].any()
-        kept = start()[0].view(-1)[SILENT].double().numpy() * (1 - LR * DECAY) ** STEPS
-        np.testing.assert_allclose(found["parameters"][0][SILENT], kept, rtol=1e-5)
-
-
 def test_a_skipped_step_changes_nothing() -> None:
     """In the warm-up and after it: every replica and its moments."""
 

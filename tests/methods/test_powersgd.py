@@ -78,32 +78,6 @@ def test_a_low_rank_gradient_is_exact() -> None:
         assert (result - low).norm() < 1e-4 * low.norm()
 
 
-def results(parts: list[list[Tensor]]) -> list[Tensor]:
-    """Return the synchronized gradients of p0 when replica i contributes `parts[i]` in each step."""
-
-    def work(collectives: ReplicaCollectives) -> list[Tensor]:
-        method = make(Case("powersgd", {"rank": 3, "start": 0}), collectives)
-        found = []
-        for number, values in enumerate(parts[collectives.replica], 1):
-            given = [torch.zeros(torch.Size(shape).numel()) for shape in SHAPES]
-            given[0] = values.clone().view(-1)
-            found.append(method.synchronize(given, StepInfo(number, torch.tensor(True)))[0].view(40, 24).clone())
-        return found
-
-    every = run_replicas(len(parts), work)
-    assert all(torch.equal(a, b) for ours in every for a, b in zip(ours, every[0], strict=True))
-    return every[0]
-
-
-def test_the_distribution_over_replicas_does_not_matter() -> None:
-    """The sum of four noisy gradients is compressed as the same gradient of a single replica."""
-    generator = torch.Generator().manual_seed(3)
-    noisy = [[torch.randn(40, 24, generator=generator) for _ in range(6)] for _ in range(4)]
-    mean = [[torch.stack(each).mean(0) for each in zip(*noisy, strict=True)]]
-    for ours, single in zip(results(noisy), results(mean), strict=True):
-        assert (ours - single).norm() < 1e-4 * single.norm()
-
-
 @pytest.mark.parametrize("noise", [0.0, 1e-8, 1e-6, 1e-4])
 def test_nearly_parallel_columns_are_orthonormalized(noise: float) -> None:
     """As those of M Q for a gradient of rank 1: one pass of Gram-Schmidt leaves products of up to 0.96 in FP32."""

@@ -19,11 +19,10 @@ from torchtitan_scape.methods.interface import MethodContext, StepInfo
 from torchtitan_scape.methods.quantized.method import Quantized
 from torchtitan_scape.methods.quantized.options import QuantizedOptions
 from torchtitan_scape.topology.collectives import ReplicaCollectives
-from torchtitan_scape.topology.groups import ReplicaGroups, build_groups
+from torchtitan_scape.topology.groups import build_groups
 from torchtitan_scape.topology.in_process import DryRunCollectives
-from torchtitan_scape.topology.layout import RankGroup, plan_layout
+from torchtitan_scape.topology.layout import plan_layout
 from torchtitan_scape.topology.machines import get_machine
-from torchtitan_scape.topology.traffic import LevelSize, bytes_by_level
 
 SHAPES = [(37, 9), (5, 4), (11,), (0, 3), (64, 6)]
 CHUNK, STEPS = 128, 30
@@ -128,17 +127,6 @@ def test_equals_the_reference_implementation(replicas: int, code: str, block: in
     check_follows(run_replicas(replicas, lambda c: descend(c, **options)), code, block, feedback)
 
 
-def on_gloo() -> tuple[list[Tensor], list[Tensor]]:
-    """Descend on gloo ranks with comm streams: two exchanges are in flight."""
-    world = dist.get_world_size()
-    layout = plan_layout(world, ranks_per_node=1, machine=get_machine("local"), replicate=world, shard=1)
-    return descend(ReplicaCollectives(build_groups(layout, timedelta(seconds=60))), block=32)
-
-
-def test_gloo_ranks_equal_the_reference_implementation(pool2: Pool) -> None:
-    check_follows(pool2(on_gloo), "e2m1", 32, True)
-
-
 def test_int8_is_within_one_percent_of_dense() -> None:
     exact = [torch.zeros(prod(shape)) for shape in SHAPES]
     for number in range(1, STEPS + 1):
@@ -210,26 +198,6 @@ def test_the_error_of_an_owner_is_a_state_with_few_bits_only(replicas: int) -> N
         assert found == {"e2m1": ["residual"], "2bit": few, "1bit": few}
         memory = QuantizedOptions(code="1bit").held_memory(LocalModel.of_shapes(SHAPES), replicas)
         assert ("owner_error" in memory) == (replicas > 1)
-
-
-LARGE = [(700, 300), (1000,), (300, 77), (5,), (1, 1), (4096, 64)]
-
-
-@pytest.mark.parametrize("levels", [(("network", 4),), (("node", 2), ("network", 3))])
-@pytest.mark.parametrize("code, block", [("e2m1", 128), ("int8", 32)])
-def test_sent_bytes_equal_the_cost_formula(levels: tuple[tuple[str, int], ...], code: str, block: int) -> None:
-    """By level: counted bytes, the method's plan, and the planner's cost are equal."""
-    groups = ReplicaGroups(None, None, levels=tuple(RankGroup(level, size, 0) for level, size in levels))
-    collectives = DryRunCollectives(groups)
-    options = QuantizedOptions(code=code, block=block)  # type: ignore[arg-type]
-    method = make(collectives, LARGE, code=code, block=block)
-    assert len(method.chunks) == 8
-    method.synchronize([torch.ones(prod(shape)) for shape in LARGE], StepInfo(1, torch.tensor(True)))
-    counted = collectives.ledger.sent_by_level()
-    sizes = [LevelSize(level, size) for level, size in levels]
-    (call,) = options.collective_calls(LocalModel.of_shapes(LARGE), sizes)
-    assert bytes_by_level(call.stages(sizes)) == pytest.approx(counted, abs=0.5)
-    assert method.planned_bytes() == pytest.approx(sum(counted.values()), abs=0.5)
 
 
 def test_four_bits_send_one_eighth_of_dense() -> None:

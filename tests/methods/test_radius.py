@@ -18,9 +18,9 @@ from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.methods.interface import MethodContext, State, StepInfo
 from torchtitan_scape.methods.radius.method import Radius
 from torchtitan_scape.methods.radius.options import RadiusOptions
-from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.replica.replicate import replicate
-from torchtitan_scape.topology.collectives import ReplicaCollectives
+from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
 from torchtitan_scape.topology.in_process import SimulatedReplicas
 
 # Three blocks, the last one short; less than a block; one entry; none; one without a gradient; uncompressed parameters.
@@ -109,24 +109,16 @@ def mean(tensors: Any) -> Tensor:
     return torch.stack(list(tensors)).mean(0)
 
 
-def train(
-    replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...] = (), method: str = "radius"
-) -> dict[str, Any]:
-    """Train the optimizer on random gradients, with all replicas in this process or one replica per rank."""
-    from torchtitan_scape.replica.optimizer import ReplicaOptimizer
-    from torchtitan_scape.topology.collectives import OneReplica, ReplicaCollectives
-    from torchtitan_scape.topology.in_process import SimulatedReplicas
-
-    model, entry = nn.ParameterList(drawn(0)), METHODS[method]
+def train(replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...]) -> dict[str, Any]:
+    """Train the optimizer on random gradients, with all replicas in this process."""
+    model = nn.ParameterList(drawn(0))
     rates: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     rule, _, form = name.partition(" ")
     make = partial(AdamS, **rates) if rule == "AdamS" else partial(torch.optim.AdamW, **rates, **{form: True})
-    played = replicas // dist.get_world_size()
-    alone = played == 1
     optimizers = ReplicaOptimizer(
         make,
-        entry.options(**options),
-        OneReplica(ReplicaCollectives(dist.group.WORLD)) if alone else SimulatedReplicas(played),
+        RadiusOptions(**options),
+        SimulatedReplicas(replicas) if replicas > 1 else OneReplica(ReplicaCollectives(dist.group.WORLD)),
         model=model,
         max_norm=MAX_NORM,
         reduction="sum",
@@ -135,7 +127,7 @@ def train(
     )
     history = []
     for number in range(1, STEPS + 1):
-        for replica in [dist.get_rank()] if alone else range(played):
+        for replica in range(replicas):
             for i, (p, g) in enumerate(zip(model, given(number, replica, nan_at), strict=True)):
                 p.grad = None if i == WITHOUT else g / replicas  # the loss is divided by the global token count
             optimizers.stash_replica_gradients()
@@ -144,8 +136,8 @@ def train(
     states = [{s.kind: s for s in one.states()} for one in optimizers.methods]
     return {
         "history": history,
-        "masks": [by_entry(one["mask"]) for one in states] if "mask" in states[0] else [],
-        "residuals": [list(one["residual"].tensors.values()) for one in states] if "residual" in states[0] else [],
+        "masks": [by_entry(one["mask"]) for one in states],
+        "residuals": [list(one["residual"].tensors.values()) for one in states],
     }
 
 
@@ -177,22 +169,8 @@ FOUR = {"density": 0.3, "interval": 10, "start": 12}  # 20, 30, 40, 50
 def test_equals_the_algorithm_of_the_paper(
     replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], pool1: Pool
 ) -> None:
+    """Parameters after every step, and masks and residuals at the end."""
     (found,) = pool1(train, replicas, name, options, nan_at)
-    compare(found, replicas, name, options, nan_at, found["residuals"])
-
-
-def test_gloo_ranks_equal_the_algorithm_of_the_paper(pool2: Pool) -> None:
-    """Replicated tensors are bitwise equal."""
-    first, second = pool2(train, 2, "AdamW foreach", TWO, (25,))
-    assert all(torch.equal(a, b) for a, b in zip(first["history"][-1], second["history"][-1], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first["masks"][0], second["masks"][0], strict=True))
-    compare(first, 2, "AdamW foreach", TWO, (25,), [*first["residuals"], *second["residuals"]])
-
-
-def compare(
-    found: dict[str, Any], replicas: int, name: str, options: dict[str, Any], nan_at: tuple[int, ...], residuals: Any
-) -> None:
-    """Compare parameters after every step, and masks and residuals at the end, with the algorithm."""
     literal = Literal(replicas, name.split()[0], options)
     for number, parameters in enumerate(found["history"], 1):
         literal.step([given(number, replica, nan_at) for replica in range(replicas)])
@@ -202,17 +180,8 @@ def compare(
     for masks in found["masks"]:
         for i, mask in zip(compressed, masks, strict=True):
             assert mask.view(-1).nonzero().view(-1).tolist() == sorted(literal.top[i].tolist())
-    for own, wanted in zip(residuals, literal.residual, strict=True):
+    for own, wanted in zip(found["residuals"], literal.residual, strict=True):
         assert distance(own, [wanted[i] for i in compressed]) < 1e-6
-
-
-@pytest.mark.parametrize(
-    "options", [{"density": 1.0, "interval": 7, "start": 0}, {"density": 0.2, "interval": 1, "start": 0}]
-)
-def test_the_limits_of_radius_equal_dense_adamw(options: dict[str, Any], pool1: Pool) -> None:
-    (dense,) = pool1(train, 2, "AdamW foreach", {}, (), "dense")
-    (found,) = pool1(train, 2, "AdamW foreach", options)
-    assert all(distance(a, b) < 1e-6 for a, b in zip(found["history"], dense["history"], strict=True))
 
 
 OLD = Case("radius", {"density": 0.25, "interval": 3, "start": 0})

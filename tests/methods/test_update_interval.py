@@ -118,12 +118,13 @@ def test_a_full_exchange_delivers_what_was_collected() -> None:
         assert not any(same) and pending < 1e-4
 
 
+@pytest.mark.parametrize("interval", [1, INTERVAL])
 @pytest.mark.parametrize("skipped", [(), (4, 6)])
-def test_resume_is_exact_and_a_skipped_step_changes_nothing(skipped: tuple[int, ...]) -> None:
+def test_resume_is_exact_and_a_skipped_step_changes_nothing(skipped: tuple[int, ...], interval: int) -> None:
     """Accumulated gradients, their number, and the norms of other groups, for clipping, are part of the state."""
 
     def run(collectives: ReplicaCollectives) -> bool:
-        whole, first, second = (make(collectives, max_norm=0.5, interval=INTERVAL) for _ in range(3))
+        whole, first, second = (make(collectives, max_norm=0.5, interval=interval) for _ in range(3))
         wanted = steps(whole, range(1, 11), skipped)
         steps(first, range(1, 6), skipped)
         second.load_state_dict(copy.deepcopy(first.state_dict()))

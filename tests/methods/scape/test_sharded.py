@@ -10,24 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.marks import covering
-from tests.methods.scape.test_literal import check
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, positions, resume, train
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, make_scape, positions, train
 from torchtitan_scape import Scape
 from torchtitan_scape.kernels.scape.blocks import assign_owners
 from torchtitan_scape.kernels.scape.reference import unpack_bits
-
-CODED = [
-    {"code": "int8"},
-    {"code": "int4", "density": 0.5, "density_warmup_steps": 4},
-    {"code": "2bit", "density": 0.5, "selection": "tensor", "density_warmup_steps": 4},
-]
-
-
-@pytest.mark.parametrize("replicas, options", covering(product((1, 2, 3, 4), CODED)))
-def test_encoded_payloads_follow_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
-    """Senders store the payload's quantization errors."""
-    check(replicas, 14, 1e-5, SPARSE + DENSE, **{"density": 0.1, "update": "sharded", **options})
 
 
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 9))
@@ -124,53 +111,6 @@ def test_bytes_of_the_sharded_update_relative_to_an_all_reduce(
     assert sent(update="sharded", **options) <= most * sent()
 
 
-@pytest.mark.parametrize("options", [{}, {"code": "int8"}])
-def test_a_non_finite_gradient_changes_nothing(options: dict[str, Any]) -> None:
-    def work(collectives: ThreadCollectives) -> list[Tensor]:
-        parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-        more: dict[str, Any] = {"density": 0.1, "density_warmup_steps": 4, "update": "sharded", **options}
-        optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=collectives, **more)
-        passes: Any = optimizer.method.passes
-        for step in range(10):
-            for p, g in zip(parameters, gradient(step, collectives.replica, SPARSE + DENSE), strict=True):
-                p.grad = g
-            bad = step in (0, 2, 7)
-            if bad and collectives.replica == 1:
-                parameters[1].grad[3, 2] = float("nan")
-            kept = [
-                *parameters,
-                passes.storage.flat,
-                passes.owner.common,
-                passes.code_residual,
-            ]
-            before = [t.detach().clone() for t in kept]
-            optimizer.step()
-            assert not bad or all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
-        assert optimizer.guard.skipped == 3
-        assert all(bool(t.isfinite().all()) for t in kept)
-        return [p.detach() for p in parameters]
-
-    first, *others = run_replicas(3, work)
-    assert all(torch.equal(flat(first), flat(other)) for other in others)
-
-
-def lasting(optimizer: Scape) -> list[Tensor]:
-    passes: Any = optimizer.method.passes
-    return [passes.storage.flat, passes.owner.common, passes.code_residual]
-
-
-@pytest.mark.parametrize("at, options", covering(product((1, 2, 5), [{}, *CODED])))
-def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
-    """Property 8."""
-
-    def work(collectives: ThreadCollectives) -> None:
-        optimizer, resumed = resume(collectives, at, **options, update="sharded")
-        pairs = zip(lasting(resumed), lasting(optimizer), strict=True)
-        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-    run_replicas(2, work)
-
-
 def test_weights_loaded_after_construction_are_used() -> None:
     """The first step creates the master, because a checkpoint's weights are loaded after the optimizer was built."""
 
@@ -203,10 +143,6 @@ def test_the_payload_is_the_only_buffer_of_full_size() -> None:
     run_replicas(2, work)
 
 
-def test_wrong_options_are_refused() -> None:
-    parameter = nn.Parameter(torch.ones(4, 4))
-    for options, message in (({"update": "shared"}, r"update = 'shared'; it must be 'replicated' \| 'sharded'"),):
-        with pytest.raises(ValueError, match=message):
-            make_scape([parameter], lr=0.1, **options)  # type: ignore[arg-type]
+def test_transposed_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'group0\.0' is not contiguous"):
         make_scape([nn.Parameter(torch.ones(4, 6).t())], lr=0.1, update="sharded")

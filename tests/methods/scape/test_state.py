@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from tests.marks import covering
+from tests.methods.scape.test_literal import CODED_SHARDED
 from tests.replicas import ThreadCollectives, run_replicas
-from tests.toy import copied, make_scape, resume, train
+from tests.toy import copied, lasting, make_scape, resume, train
 from torchtitan_scape import NonFiniteGradientError
 
 
@@ -21,16 +22,19 @@ def test_a_state_dict_without_residuals_is_refused() -> None:
 
 
 RULES: list[dict[str, Any]] = [{}, {"staleness_scaling": False, "selection": "tensor"}]
+REPLICATED = [{"code": code, **rule} for code, rule in product(("float32", "int8", "2bit"), RULES)]
+SHARDED = [{"update": "sharded", **options} for options in ({}, *CODED_SHARDED)]
 
 
-@pytest.mark.parametrize("at, code, rule", covering(product((1, 2, 5), ("float32", "int8", "2bit"), RULES)))
-def test_state_dict_resumes_bitwise(at: int, code: str, rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "at, options", [*covering(product((1, 2, 5), REPLICATED)), *covering(product((1, 2, 5), SHARDED))]
+)
+def test_state_dict_resumes_bitwise(at: int, options: dict[str, Any]) -> None:
     """Property 8 for the optimizer alone: saved while a mask is in flight, loaded into a new optimizer."""
 
     def work(collectives: ThreadCollectives) -> None:
-        optimizer, resumed = resume(collectives, at, code=code, **rule)
-        assert torch.equal(resumed.method.passes.storage.flat, optimizer.method.passes.storage.flat)
-        assert torch.equal(resumed.method.passes.code_residual, optimizer.method.passes.code_residual)
+        whole, resumed = (lasting(optimizer) for optimizer in resume(collectives, at, **options))
+        assert all(map(torch.equal, resumed, whole))
 
     run_replicas(2, work)
 
