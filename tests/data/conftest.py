@@ -1,5 +1,6 @@
 """Fixtures shared by the data tests."""
 
+from pathlib import Path
 from typing import Any
 
 import datasets.config
@@ -18,6 +19,10 @@ def _library_cache_in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """The byte tokenizer, unless a test file overrides it."""
+    return tokenizer_in(BYTE_TOKENIZER)
+
+
+def tokenizer_in(folder: Path) -> Any:
     config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
+    config.model.hf_assets_path = str(folder)
     return build_tokenizer(config)

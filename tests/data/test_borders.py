@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from tests.data.conftest import tokenizer_in
 from torchtitan_scape.config.job_config import Data, JobConfig
-from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.encoding import BoundaryTokenizer, border_ids
 from torchtitan_scape.data.loader import TextDataLoader, tokenizer_digest
@@ -32,9 +32,7 @@ def made(folder: Path, special: list[str], template: str = "", **config: Any) ->
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=used)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    job = JobConfig()
-    job.model.hf_assets_path = str(folder)
-    return build_tokenizer(job)
+    return tokenizer_in(folder)
 
 
 @pytest.mark.parametrize("named", [{"bos_token": END_OF_TEXT, "eos_token": {"content": END_OF_TEXT}}, {}])
@@ -63,9 +61,7 @@ def test_documents_are_neither_truncated_nor_padded(tmp_path: Path) -> None:
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    job = JobConfig()
-    job.model.hf_assets_path = str(tmp_path)
-    encode = build_tokenizer(job).tokenizer.encode_batch_fast  # type: ignore[attr-defined]
+    encode = tokenizer_in(tmp_path).tokenizer.encode_batch_fast
     assert [len(found.ids) for found in encode(["ab", "abcdef"], add_special_tokens=False)] == [2, 6]
 
 
@@ -75,13 +71,11 @@ def test_a_tokenizer_without_eos_is_reported(tmp_path: Path, caplog: pytest.LogC
     assert "defines no EOS" in caplog.text
 
 
-def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
+def test_the_loader_writes_the_configured_border(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n{"text": "ef"}\n')
     config = JobConfig(data=Data(border="eos"))
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(tmp_path / "a.jsonl")
     config.training.seq_len, config.training.local_batch_size = 4, 1
-    tokenizer = build_tokenizer(config)
     (inputs, labels) = next(iter(ours.build_dataloader(1, 0, tokenizer, config)))
     got = [*inputs["input"][0].tolist(), labels[0, -1].item()]
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
@@ -97,10 +91,7 @@ def test_the_loader_writes_the_configured_border(tmp_path: Path) -> None:
 SPELLED = "before <|end_of_text|> after"
 
 
-def test_text_that_spells_a_special_token_is_text() -> None:
-    job = JobConfig()
-    job.model.hf_assets_path = str(BYTE_TOKENIZER)
-    tokenizer = build_tokenizer(job)
+def test_text_that_spells_a_special_token_is_text(tokenizer: Any) -> None:
     ids = BoundaryTokenizer(tokenizer, "eos").encode(SPELLED)
     assert ids.count(tokenizer.eos_id) == 1 and len(ids) == len(SPELLED) + 1
     assert tokenizer.decode(ids) == SPELLED
@@ -112,9 +103,7 @@ def test_a_tokenizer_without_a_token_for_unknown_text_is_accepted(tmp_path: Path
     tokenizer.add_special_tokens(["</s>", "<new>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    job = JobConfig()
-    job.model.hf_assets_path = str(tmp_path)
-    assert BoundaryTokenizer(build_tokenizer(job), "eos").encode("a a") == [0, 0, 1]
+    assert BoundaryTokenizer(tokenizer_in(tmp_path), "eos").encode("a a") == [0, 0, 1]
 
 
 def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> None:
@@ -122,9 +111,7 @@ def test_an_end_of_text_that_is_not_marked_special_is_text(tmp_path: Path) -> No
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.add_tokens([END_OF_TEXT])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    job = JobConfig()
-    job.model.hf_assets_path = str(tmp_path)
-    built = build_tokenizer(job)
+    built = tokenizer_in(tmp_path)
     encoder = BoundaryTokenizer(built, "eos")
     assert built.eos_id == 256 and encoder.encode(f"a{END_OF_TEXT}").count(256) == 1
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')

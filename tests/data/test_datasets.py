@@ -157,12 +157,6 @@ def _unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return _jsonl(tmp_path / "a.jsonl")
 
 
-def _mixed(tmp_path: Path) -> Path:
-    _jsonl(tmp_path / "a.jsonl")
-    (tmp_path / "readme.txt").write_text("Read me.")
-    return tmp_path
-
-
 def _linked(path: Path, target: Path) -> Path:
     path.symlink_to(target)
     return path.parent
@@ -205,25 +199,6 @@ MISTAKES = {
         lambda t, m: _parquet(t / "a.parquet", ROWS, keep=0),
         r"a\.parquet' has zero documents",
     ),
-    "no text column": (
-        lambda t, m: _jsonl(t / "a.jsonl", [{"body": "x"}]),
-        r"cannot be read as json: .*a\.jsonl:1 has no column 'text', but \['body'\]",
-    ),
-    "no text column in parquet": (
-        lambda t, m: _parquet(t / "a.parquet", [{"body": "x"}]),
-        r"has no column 'text', but \['body'\]",
-    ),
-    "text of another type": (
-        lambda t, m: _jsonl(t / "a.jsonl", [{"text": 1}]),
-        "has a text of type int; expected strings",
-    ),
-    "nested text": (lambda t, m: _jsonl(t / "a.jsonl", [{"text": {"a": "b"}}]), "expected strings"),
-    "not JSON": (lambda t, m: _written(t / "a.jsonl", "plain text\n"), r"a\.jsonl' cannot be read as json"),
-    "damaged later": (
-        lambda t, m: _written(t / "a.jsonl", '{"text": "x"}\nplain text\n'),
-        r"a\.jsonl' cannot be read as json",
-    ),
-    "not an object": (lambda t, m: _written(t / "a.jsonl", '["text"]\n'), "is a list, not an object"),
     "UTF-16": (
         lambda t, m: (t / "a.jsonl").write_bytes('{"text": "x"}\n'.encode("utf-16")) and t / "a.jsonl",
         r"a\.jsonl' cannot be read as json: it is UTF-16 .* iconv -t UTF-8",
@@ -241,15 +216,6 @@ MISTAKES = {
         lambda t, m: _written(t / "a.parquet", "no parquet"),
         r"a\.parquet' cannot be read as",
     ),
-    "damaged gzip": (
-        lambda t, m: _written(t / "a.jsonl.gz", "no gzip"),
-        r"a\.jsonl\.gz' cannot be read as json",
-    ),
-    "not UTF-8": (
-        lambda t, m: (t / "a.txt").write_bytes(b"\xff\xfe\xfa") and t / "a.txt",
-        "cannot be read as text",
-    ),
-    "mixed formats": (lambda t, m: _mixed(t), r"mixes the formats json \(.*a\.jsonl\) and text \(.*readme\.txt\)"),
 }
 
 
@@ -295,23 +261,6 @@ def test_ranks_read_different_text(tokenizer: Any) -> None:
     first, second = (next(iter(ours.build_dataloader(2, rank, tokenizer, _config()))) for rank in range(2))
     assert first[0]["input"].shape == second[0]["input"].shape == (3, 32)
     assert not torch.equal(first[0]["input"], second[0]["input"])
-
-
-@pytest.mark.parametrize("n_read", [5, 400])
-def test_a_resumed_loader_continues_with_the_same_batches(n_read: int, tokenizer: Any) -> None:
-    def loader() -> Any:
-        return ours.build_dataloader(4, 1, tokenizer, _config())
-
-    first = loader()
-    batches = iter(first)
-    for _ in range(n_read):
-        next(batches)
-    state = first.state_dict()
-    resumed = loader()
-    resumed.load_state_dict(state)
-    for expected, got in zip((next(batches) for _ in range(40)), resumed, strict=False):
-        assert torch.equal(expected[0]["input"], got[0]["input"])
-        assert torch.equal(expected[1], got[1])
 
 
 # Validation

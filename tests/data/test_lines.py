@@ -26,6 +26,8 @@ BAD = {
     "no UTF-8": (b'{"text": "\xff\xfe"}', "is no JSON in UTF-8"),
     "half a pair": (b'{"text": "\\ud800"}', r"has a text that is no Unicode"),
     "too deep": (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is no JSON in UTF-8"),
+    # Outside of the text, where another parser may crash.
+    "metadata too deep": (b'{"text": "one", "meta": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is no JSON in UTF-8"),
 }
 
 
@@ -69,13 +71,6 @@ def test_files_are_read_once(tmp_path: Path, cache: Path, monkeypatch: pytest.Mo
 
 def texts(path: Path) -> list[str]:
     return sorted(ours.load_text_files(path)["text"])
-
-
-def test_a_deeply_nested_line_is_one_bad_line(tmp_path: Path) -> None:
-    """Also if the nesting is outside of the text, where another parser may crash."""
-    deep = b'{"text": "one", "meta": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    with pytest.raises(ValueError, match=r"a\.jsonl:31 is no JSON"):
-        ours.load_text_files(write(tmp_path / "a.jsonl", [*GOOD, deep]))
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
@@ -161,10 +156,6 @@ def test_rows_of_parquet_without_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, "", *["document"] * 18]}), path)
     assert len(ours.load_text_files(path)) == 20
-    broken = pyarrow.array([b"\xff\xfe"] * 3).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), path)
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
-        ours.load_text_files(path)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["", ""]}), path)
     with pytest.raises(ValueError, match="zero documents with text"):
         ours.load_text_files(path)

@@ -12,11 +12,12 @@ from datasets import Dataset, load_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_scape.config.job_config import JobConfig
+from tests.data import test_positions as positions
+from tests.data.test_positions import stream
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data import encoding
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import TextDataLoader, documents, text_loader
+from torchtitan_scape.data.loader import TextDataLoader, documents
 
 
 def dataset(texts: list[str], tokenizer: Any, seq_len: int, monkeypatch: pytest.MonkeyPatch) -> TextDataLoader:
@@ -62,10 +63,7 @@ PIECE = 64
 
 
 def loader(path: Path, tokenizer: Any, rank: int = 0, world: int = 1) -> TextDataLoader:
-    config = JobConfig()
-    config.training.dataset, config.training.dataset_path = "text_files", str(path)
-    config.training.local_batch_size, config.training.seq_len = 2, 16
-    return text_loader(config.training, "text", tokenizer, "bos_eos", rank, world, passes=1)
+    return positions.loader(path, tokenizer, rank, world, epochs=1)
 
 
 def labels(batches: Any, n: int | None = None) -> list[list[int]]:
@@ -85,11 +83,7 @@ def novel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(params=["stored", "streamed"])
 def kind(request: pytest.FixtureRequest, novel: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "streamed":
-        files = sorted(map(str, novel.glob("*.jsonl")))
-        stream = type(ours.DATASETS["text_files"])(
-            "", lambda _: load_dataset("json", data_files=files, split="train", streaming=True), ours._text
-        )
-        monkeypatch.setitem(ours.DATASETS, "text_files", stream)
+        stream(novel, monkeypatch)
     return str(request.param)
 
 

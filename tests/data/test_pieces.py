@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from torchtitan_scape.config.job_config import JobConfig
+from tests.data.conftest import tokenizer_in
 from torchtitan_scape.data import BYTE_TOKENIZER, EMBEDDED_TOKENIZER, encoding
 from torchtitan_scape.data.encoding import BoundaryTokenizer, rule_of
-from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 WORDS = ["the", "foo", "Bar", "don't", "we'LL", "x1y2", "2023", "123456", "é", "e\u0301", "ﬁ", "½", "²3", "日本語"]
 WORDS += ["于2023年", "안녕1", "。", ".", "...", "!!", "/", "//", "_", "__init__", "'s", "🙂", "\u200b", "\u017f"]
@@ -56,9 +55,7 @@ def known_split(pattern: str) -> Any:
 
 
 def repository(folder: Any) -> Tokenizer:
-    config = JobConfig()
-    config.model.hf_assets_path = str(folder)
-    return build_tokenizer(config).tokenizer  # type: ignore[attr-defined]
+    return tokenizer_in(folder).tokenizer
 
 
 PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

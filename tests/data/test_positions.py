@@ -43,16 +43,17 @@ def texts(tmp_path: Path) -> Path:
 def kind(request: pytest.FixtureRequest, texts: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kind of data of `text_files`."""
     if request.param == "streamed":
-        files = sorted(str(file) for file in texts.glob("*.jsonl"))
-        config = ours.DATASETS["text_files"]
-        monkeypatch.setitem(
-            ours.DATASETS,
-            "text_files",
-            type(config)(
-                "", lambda _: load_dataset("json", data_files=files, split="train", streaming=True), ours._text
-            ),
-        )
+        stream(texts, monkeypatch)
     return str(request.param)
+
+
+def stream(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `text_files` be a stream of the files of a folder."""
+    files = sorted(map(str, folder.glob("*.jsonl")))
+    config = type(ours.DATASETS["text_files"])(
+        "", lambda _: load_dataset("json", data_files=files, split="train", streaming=True), ours._text
+    )
+    monkeypatch.setitem(ours.DATASETS, "text_files", config)
 
 
 def loader(path: Path, tokenizer: Any, rank: int, world: int, epochs: int = 0) -> TextDataLoader:

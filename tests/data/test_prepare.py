@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.conftest import tokenizer_in
 from tests.data.test_indexed import lengths_of
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER, datasets, prepare
@@ -20,7 +21,6 @@ from torchtitan_scape.data.encoding import BoundaryTokenizer
 from torchtitan_scape.data.loader import text_loader
 from torchtitan_scape.data.manifest import Manifest, PairWriter, open_pair
 from torchtitan_scape.titan.data import DATASETS, DatasetConfig
-from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 TEXTS = [f"<{i}> é" + "x" * (37 * i % 90) if i % 9 else "" for i in range(60)]
 KEPT = [text for text in TEXTS if text]
@@ -46,9 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def documents(folder: Path, split: str) -> list[str]:
     """Return the texts of a split, decoded from its tokens: bytes are 2 and above, BOS 0, EOS 1."""
-    config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
-    tokenizer, found = build_tokenizer(config), []
+    tokenizer, found = tokenizer_in(BYTE_TOKENIZER), []
     for shard in Manifest.read(folder).of(split):
         tokens, _ = open_pair(folder / shard.name)
         for ids in np.split(tokens, np.cumsum(lengths_of(folder / shard.name))[:-1]):
@@ -91,15 +89,13 @@ def test_equal_documents_are_in_one_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("border", ["bos_eos", "eos"])
-def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_text_loader(border: str, tmp_path: Path, tokenizer: Any) -> None:
     text = jsonl(tmp_path / "text")
     (text / "0.jsonl").write_text('{"text": "a <|end_of_text|> b"}\n' + (text / "0.jsonl").read_text())
     call(tmp_path / "out", "--validation", "0", "--border", border, text=text)
     config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
     config.training.dataset, config.training.dataset_path = "text_files", str(text)
     config.training.local_batch_size, config.training.seq_len = 1, 15
-    tokenizer = build_tokenizer(config)
     # TorchTitan takes 16 tokens for a sequence of 15.
     loader = text_loader(config.training, "text", tokenizer, border, 0, 1, passes=1)
     read = [[*inputs["input"][0].tolist(), int(labels[0, -1])] for inputs, labels in loader]

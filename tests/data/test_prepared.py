@@ -265,52 +265,43 @@ def test_a_megatron_pair_is_read(tmp_path: Path, tokenizer: Any) -> None:
     assert build_dataloader(1, 0, tokenizer, config).data.digest == digest  # type: ignore[union-attr]
 
 
-def _lost(folder: Path) -> None:
-    (folder / "train-00001.bin").unlink()
-
-
-def _cut(folder: Path) -> None:
-    (folder / "train-00001.idx").write_bytes(b"short")
-
-
-def _unfinished(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def _no_json(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-
-
-def _deep(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"format":' + "[" * 100_000)
-
-
-def _outside(folder: Path) -> None:
+def replace(folder: Path, old: str, new: str) -> None:
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"train-00000"', '"../train-00000"'))
-
-
-def _without_digest(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"digest"', '"digests"'))
-
-
-def _tokenizer(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"entries": 258', '"entries": 300'))
+    path.write_text(path.read_text().replace(old, new))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda f, c: _lost(f), r"the prepared data are damaged: .*train-00001\.bin is missing"),
-        (lambda f, c: _cut(f), r"damaged: .*train-00001\.idx has 5 bytes, 62 expected"),
-        (lambda f, c: _unfinished(f), r"has no manifest\.json: it contains no prepared data, or they are unfinished"),
-        (lambda f, c: _no_json(f), r"manifest\.json cannot be read"),
-        (lambda f, c: _deep(f), r"manifest\.json cannot be read \(its JSON is nested too deeply\)"),
-        (lambda f, c: _outside(f), r"names the file '\.\./train-00000', which is not in its folder"),
-        (lambda f, c: _without_digest(f), r"manifest\.json cannot be read \(its tokenizer lacks digest\)"),
-        (lambda f, c: _tokenizer(f), "with another tokenizer than the one in .*: its entries is 300, not 258"),
+        (
+            lambda f, c: (f / "train-00001.bin").unlink(),
+            r"the prepared data are damaged: .*train-00001\.bin is missing",
+        ),
+        (
+            lambda f, c: (f / "train-00001.idx").write_bytes(b"short"),
+            r"damaged: .*train-00001\.idx has 5 bytes, 62 expected",
+        ),
+        (
+            lambda f, c: (f / "manifest.json").unlink(),
+            r"has no manifest\.json: it contains no prepared data, or they are unfinished",
+        ),
+        (lambda f, c: (f / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
+        (
+            lambda f, c: (f / "manifest.json").write_text('{"format":' + "[" * 100_000),
+            r"manifest\.json cannot be read \(its JSON is nested too deeply\)",
+        ),
+        (
+            lambda f, c: replace(f, '"train-00000"', '"../train-00000"'),
+            r"names the file '\.\./train-00000', which is not in its folder",
+        ),
+        (
+            lambda f, c: replace(f, '"digest"', '"digests"'),
+            r"manifest\.json cannot be read \(its tokenizer lacks digest\)",
+        ),
+        (
+            lambda f, c: replace(f, '"entries": 258', '"entries": 300'),
+            "with another tokenizer than the one in .*: its entries is 300, not 258",
+        ),
         (lambda f, c: setattr(c.data, "border", "eos"), "set .data. border = 'bos_eos', or .* --border eos"),
         (lambda f, c: setattr(c.training, "dataset_path", None), "training.dataset_path: dataset 'prepared' needs"),
         (

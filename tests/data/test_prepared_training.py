@@ -10,22 +10,19 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import MORE
+from tests.data.conftest import tokenizer_in
 from tests.data.test_prepared import prepared
 from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.checkpoint.best import BestCheckpoint
-from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
-from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    config = JobConfig()
-    config.model.hf_assets_path = str(BYTE_TOKENIZER)
-    data = prepared(tmp_path_factory.mktemp("data") / "data", build_tokenizer(config), 6000, 330)
+    data = prepared(tmp_path_factory.mktemp("data") / "data", tokenizer_in(BYTE_TOKENIZER), 6000, 330)
     return [
         *METHODS["adams"],
         *(f"--{section}.dataset=prepared" for section in ("training", "validation")),
