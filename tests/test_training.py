@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from tests.marks import slow
 from tests.pool import Pool, attempts
-from tests.training import LAYOUTS, METHODS, TWELVE, first_steps, pool_for, train
+from tests.training import LAYOUTS, METHODS, TWELVE, copy_checkpoint, first_steps, pool_for, train
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.trainer.metrics import ReplicaMetrics, name_write_errors
 
@@ -207,8 +207,8 @@ def test_resuming_equals_the_uninterrupted_run(
         assert skipped == ([] if nan_at is None else [nan_at])
         has_own_weights = "diloco" in method or method in ("streaming", "co2")
         assert layout != "1x2" or has_own_weights or torch.equal(result["parameters"], whole[0]["parameters"])
-    step = Path("checkpoint", "step-4")  # of the entire run: one that stopped there would write the same
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    # Of the entire run: one that stopped there would write the same.
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 4)
     other = ["--sync.scape.offload=state"] if "gather" in method else []
     resumed = pool(train, str(tmp_path / "resumed"), [*arguments, *other])
     for a, b in zip(whole, resumed, strict=True):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.literal import Literal
 from tests.replicas import ThreadCollectives
@@ -91,6 +92,14 @@ def literal(
         reference.step([gradient(step, r, shapes) for r in range(replicas)])
         history.append([p.clone() for p in reference.theta])
     return history
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 add gradients, in place of the mean."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def copied(state: Any) -> Any:

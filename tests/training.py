@@ -1,5 +1,7 @@
 """Short runs of the trainer for tests: arguments of methods and layouts, and training in a rank of a pool."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -177,6 +179,12 @@ def train(
         "parameters": parameters.clone(),
         "skipped": trainer.replica_optimizer.guard.skipped,
     }
+
+
+def copy_checkpoint(run: Path, other: Path, step: int) -> None:
+    """Copy a checkpoint of a run into the folder of another one, which resumes from it."""
+    name = Path("checkpoint", f"step-{step}")
+    shutil.copytree(run / name, other / name)
 
 
 def first_steps(steps: int, run: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The bases of Muon with quantized updates in checkpoints: what other layouts lose, and what earlier versions lack."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,7 +141,6 @@ def test_simulated_replicas_resume_bit_for_bit(pool1: Pool, tmp_path: Path) -> N
     arguments = [*METHODS["quantized-update"], *ALONE, "--topology.simulate_replicas=3", "--training.steps=8"]
     arguments += ["--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.no-last-save-model-only"]
     (whole,) = pool1(training.train, str(tmp_path / "whole"), arguments)
-    step = Path("checkpoint", "step-5")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    training.copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 5)
     (resumed,) = pool1(training.train, str(tmp_path / "resumed"), arguments)
     assert resumed["losses"] == whole["losses"][5:] and torch.equal(resumed["parameters"], whole["parameters"])

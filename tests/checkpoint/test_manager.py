@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tests.logs import logged
 from tests.marks import slow
 from tests.pool import Pool, attempts
-from tests.training import EMBEDDED, METHODS, RECIPE, train
+from tests.training import EMBEDDED, METHODS, RECIPE, copy_checkpoint, train
 from torchtitan_scape.checkpoint.storage import note_failed_step
 from torchtitan_scape.titan.components import AsyncMode
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
@@ -220,8 +220,7 @@ def test_asynchronous_saves_contain_the_state_of_their_step(method: str, pool2: 
     """Training continues while they are written. Offloaded states in host memory must be staged, too."""
     arguments = [*METHODS[method], "--checkpoint.async_mode=async"]
     whole = pool2(saved, str(tmp_path / "whole"), 8, *arguments)
-    step = Path("checkpoint", "step-4")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 4)
     resumed = pool2(saved, str(tmp_path / "resumed"), 8, *arguments)
     for a, b in zip(whole, resumed, strict=True):
         assert torch.equal(a["parameters"], b["parameters"])

@@ -234,7 +234,7 @@ def radius(device: str, backend: str, replicas: int, chunk_entries: int) -> list
 def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOptions) -> list[Tensor]:
     """Return parameters and states after four steps of two replicas, of which the second one is skipped."""
     simulated, methods = SimulatedReplicas(2), []
-    for endpoint in simulated.endpoints if simulated else [ReplicaCollectives(None)]:
+    for endpoint in simulated.endpoints:
         named = [(f"layers.{i}.weight", p) for i, p in enumerate(parameters(device, torch.float32, 0))]
         optimizer = AdamS(named, lr=1e-2)
         methods.append(
@@ -247,7 +247,7 @@ def local(device: str, backend: str, cls: type[LocalUpdates], options: LocalOpti
             methods[i].exchange(StepInfo(number, torch.tensor(number != 2, device=device)))
 
     with torch.no_grad():
-        simulated.run(work) if simulated else work(0)
+        simulated.run(work)
     return all_tensors(methods)
 
 
@@ -260,7 +260,7 @@ def adam(device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16)
     optimizer = torch.optim.AdamW([(f"p{i}", p) for i, p in enumerate(own)], lr=1e-2)
     shards = collect_shards(optimizer.param_groups)
     methods = []
-    for endpoint in simulated.endpoints if simulated else [ReplicaCollectives(None)]:
+    for endpoint in simulated.endpoints:
         context = MethodContext(shards, endpoint, optimizer, gradient_scale=1.5, kernels=backend, total_steps=3)
         limit_chunks(endpoint, limits)
         methods.append(OnebitAdam(context, OnebitAdamOptions(warmup_steps=1, code="e2m1")))
@@ -271,6 +271,6 @@ def adam(device: str, backend: str, limits: tuple[int, int] = (1 << 16, 1 << 16)
             methods[i].step(gradients, StepInfo(number, torch.tensor(True, device=device)))
 
     with torch.no_grad():
-        simulated.run(work) if simulated else work(0)
+        simulated.run(work)
     errors = [t for method in methods for state in method.states() for t in state.tensors.values()]
     return [optimizer.state[p]["exp_avg"] for p in own] + errors

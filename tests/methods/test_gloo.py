@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard as Cut
 from tests.marks import covering, slow
 from tests.pool import Pool
 from tests.replica.own_loop import loss_of, make_model, make_optimizer, weights
-from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions
+from tests.toy import DENSE, SPARSE, draw, flat, gradient, literal, make_scape, positions, sum_gradients
 from torchtitan_scape import AdamS
 from torchtitan_scape.core.bf16_weights import hold_in_bfloat16
 from torchtitan_scape.core.parameters import collect_shards, local
@@ -116,10 +116,7 @@ def train_sharded(replicate: int, shard: int, density: float) -> tuple[Tensor, l
     mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
     model = make_net()
     fully_shard(model, mesh=mesh["shard"])
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     optimizer = make_scape(
         model.named_parameters(),
         lr=1e-2,

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.marks import slow
 from tests.pool import Pool
+from tests.toy import sum_gradients
 from torchtitan_scape.core.parameters import local
 from torchtitan_scape.methods.overlap import BackwardOverlap
 from torchtitan_scape.methods.registry import METHODS
@@ -77,10 +78,7 @@ def train(name: str, overlap: bool, shard: int, options: dict[str, Any]) -> dict
         mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))["shard"]
         for module in (model.left, model.right, model.block, model.extra, model):
             fully_shard(module, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(model)
     entry = METHODS[name]
     optimizers = ReplicaOptimizer(
         partial(AdamS, lr=1e-2),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.marks import slow
 from tests.pool import Pool
+from tests.toy import sum_gradients
 from torchtitan_scape.core.parameters import collect_shards, local
 from torchtitan_scape.core.timing import PhaseTimer
 from torchtitan_scape.methods.overlap import ForwardOverlap
@@ -94,10 +95,7 @@ def build(
             fully_shard(module, mesh=mesh)
         fully_shard([model.extra, model.head], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(model)
         model.layers[5].set_modules_to_forward_prefetch([model.layers[6]])
     return ReplicaOptimizer(
         partial(Muon, lr=1e-2),

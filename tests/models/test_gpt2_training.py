@@ -1,7 +1,6 @@
 """GPT-2 in the trainer: equal in every layout, with the methods, exact resuming, and the forecast."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.marks import slow
 from tests.models.test_gpt2 import OPS
 from tests.pool import Pool, attempts
 from tests.replica.test_simulated import ALONE
-from tests.training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, copy_checkpoint, train
 
 GPT2_TINY = ["--model.name=gpt2", "--model.flavor=tiny"]
 BATCH = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
@@ -51,8 +50,7 @@ def test_resuming_equals_the_uninterrupted_run(
     keep = ["--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last-save-model-only"]
     arguments = [*METHODS[method], *LAYOUTS[layout], "--training.steps=6", *keep]
     whole = pool(run, str(tmp_path / "whole"), arguments)
-    step = Path("checkpoint", "step-3")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 3)
     for a, b in zip(whole, pool(run, str(tmp_path / "resumed"), arguments), strict=True):
         assert b["losses"] == a["losses"][3:] and torch.equal(a["parameters"], b["parameters"])
         assert a["losses"][-1] < a["losses"][0]

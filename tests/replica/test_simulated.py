@@ -1,7 +1,6 @@
 """Training with simulated replicas: equality with gloo ranks up to FP32 rounding, and bitwise resuming."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, copy_checkpoint, train
 
 ALONE = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=1"]
 
@@ -85,8 +84,7 @@ def test_resuming_equals_the_uninterrupted_run(pool1: Pool, tmp_path: Path) -> N
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
     arguments = [*METHODS["scape-int8"], *ALONE, *keep, *batch, "--training.steps=8"]
     (whole,) = pool1(train, str(tmp_path / "whole"), [*arguments, simulate(2)])
-    step = Path("checkpoint", "step-4")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 4)
     (resumed,) = pool1(train, str(tmp_path / "resumed"), [*arguments, simulate(2)])
     assert len(resumed["losses"]) == 4 and resumed["losses"] == whole["losses"][4:]
     assert resumed["norms"] == whole["norms"][4:]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
+from tests.toy import sum_gradients
 from torchtitan_scape.sharding.levels import LevelGroup, build_levels
 from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.topology.groups import build_level_groups
@@ -71,8 +72,7 @@ class Run:
         self.model, self.traffic = make_model(middle), TrafficLedger()
         for module in (self.model[0], self.model[1], self.model):
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(self.model)
         self.levels = build_levels(
             self.model, self.options, layout, groups, self.traffic, sums=True, bf16=bf16, kernels="torch"
         )

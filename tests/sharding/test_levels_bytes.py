@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pool
+from tests.toy import sum_gradients
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.options import DenseOptions
 from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -37,8 +38,7 @@ def _counted(weights: int, gradients: int, levels: dict[str, Any], options: dict
     model, traffic = nn.Sequential(nn.Linear(128, 64, bias=False)), TrafficLedger()
     for module in (model[0], model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     made = build_levels(model, chosen, layout, groups, traffic, sums=sums, bf16=False, kernels="torch")
     for _ in range(MICRO_BATCHES):
         model(torch.randn(2, 128)).square().sum().backward()

@@ -1,6 +1,5 @@
 """Three-level sharding in the trainer: against FSDP2, after a NaN, and resumed with the same and with other degrees."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.training import LAYOUTS, METHODS, train
+from tests.training import LAYOUTS, METHODS, copy_checkpoint, train
 
 PARTS = ("weights", "gradients", "update", "secondary")
 
@@ -140,8 +139,7 @@ def test_resuming_equals_the_uninterrupted_run(
     """Losses, norms and weights are bitwise equal; the weights' bits are saved, because differences determined them."""
     arguments = [*METHODS[method], *where, *more, *SAVING, "--training.steps=4", "--checkpoint.interval=2"]
     run = pool4(train_levels, str(tmp_path / "whole"), arguments, nan_at=nan_at)
-    step = Path("checkpoint", "step-2")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
     resumed = pool4(train_levels, str(tmp_path / "resumed"), arguments)
     assert run[0]["summed_over"] == ("all ranks" if method == "adamw" else "the ranks of its node")
     for a, b in zip(run, resumed, strict=True):
@@ -169,24 +167,22 @@ def test_other_degrees_load_masters_and_moments_unchanged(pool4: Pool, tmp_path:
     """
     arguments = [*METHODS["adamw"], *SAVING, "--lr_scheduler.warmup_steps=0"]
     saved = pool4(train_levels, str(tmp_path / "1"), [*arguments, *on(2, 4, **CODED), "--training.steps=3"])
-    folder = Path("checkpoint", "step-3")
     for number, where in enumerate((on(1, 2), on(2, 2, gradients_code="int4"))):
         target = tmp_path / f"to{number}"
-        shutil.copytree(tmp_path / "1" / folder, target / folder)
+        copy_checkpoint(tmp_path / "1", target, 3)
         resumed = pool4(train_levels, str(target), [*arguments, *where, "--optimizer.lr=0", "--training.steps=4"])
         masters, expected = whole(resumed, "masters"), whole(saved, "masters")
         assert all(torch.equal(masters[name], values) for name, values in expected.items())
         began, moments = whole(resumed, "began"), whole(saved, "moments")
         assert len(moments) == 21 and all(torch.equal(began[name], values) for name, values in moments.items())
-    shutil.copytree(tmp_path / "1" / folder, tmp_path / "plain" / folder)
+    copy_checkpoint(tmp_path / "1", tmp_path / "plain", 3)
     # Validation is off, because FSDP2's last group stays unsharded after it.
     plain = [*arguments, *LAYOUTS["2x2"], "--optimizer.lr=0", "--validation.no-enable"]
     shards = pool4(train, str(tmp_path / "plain"), [*plain, "--training.steps=4"])
     order = list(whole(saved, "masters").values())
     own = torch.cat([values.chunk(2)[0].reshape(-1) for values in order])
     assert torch.equal(shards[0]["parameters"], own)
-    back = tmp_path / "back" / "checkpoint" / "step-4"
-    shutil.copytree(tmp_path / "plain" / "checkpoint" / "step-4", back)
+    copy_checkpoint(tmp_path / "plain", tmp_path / "back", 4)
     more = [*on(2, 4), "--optimizer.lr=0", "--training.steps=5"]
     again = pool4(train_levels, str(tmp_path / "back"), [*arguments, *more])
     masters = whole(again, "masters")
@@ -198,8 +194,7 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
     """A checkpoint within a round. The run starts from the mean of the differing replicas, not from the saved model."""
     arguments = [*SAVING, "--training.steps=3", "--checkpoint.interval=2", "--validation.no-enable"]
     pool4(train, str(tmp_path / "1"), [*arguments, *METHODS["diloco"], *LAYOUTS["2x2"]])
-    step = Path("checkpoint", "step-2")
-    shutil.copytree(tmp_path / "1" / step, tmp_path / "2" / step)
+    copy_checkpoint(tmp_path / "1", tmp_path / "2", 2)
     more = [*METHODS["adamw"], *on(2, 4, update_code="float32")]
     resumed = pool4(train_levels, str(tmp_path / "2"), [*arguments, *more])
     assert [one["apart"] for one in resumed] == [[0.0]] * 4

@@ -1,6 +1,5 @@
 """TAGC in training: exact resuming, residuals in checkpoints with other degrees, and the planned bytes."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,7 @@ import torch
 
 from tests.pool import Pool, RankError
 from tests.sharding.test_training import summary
-from tests.training import METHODS, train
+from tests.training import METHODS, copy_checkpoint, train
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.sharding.options import LevelsOptions
@@ -25,8 +24,7 @@ FOUR, TWO = (["--topology.ranks_per_node=2", f"--parallelism.data_parallel_shard
 
 def resumed(pool: Pool, tmp_path: Path, source: str, name: str, arguments: list[str], **more: Any) -> list[Any]:
     """Resume another run from step 2."""
-    step = Path("checkpoint", "step-2")
-    shutil.copytree(tmp_path / source / step, tmp_path / name / step)
+    copy_checkpoint(tmp_path / source, tmp_path / name, 2)
     return pool(train, str(tmp_path / name), arguments, **more)
 
 

@@ -1,7 +1,6 @@
 """ZeRO++ in training: supported combinations, exact resuming, and the planned bytes."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,7 @@ import torch
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.training import METHODS, TWELVE, train
+from tests.training import METHODS, TWELVE, copy_checkpoint, train
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.options import ShardingOptions
 from torchtitan_scape.topology.layout import plan_layout
@@ -40,8 +39,7 @@ def test_resuming_equals_the_uninterrupted_run(pool4: Pool, tmp_path: Path) -> N
     arguments = [*METHODS["adamw"], *NODES, *ALL, *micro, *keep]
     arguments.append("--training.steps=4")
     whole = pool4(train, str(tmp_path / "whole"), arguments, nan_at=3)
-    step = Path("checkpoint", "step-2")
-    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
     resumed = pool4(train, str(tmp_path / "resumed"), arguments, nan_at=3)
     for a, b in zip(whole, resumed, strict=True):
         assert len(b["losses"]) == 2 and b["losses"] == a["losses"][2:]

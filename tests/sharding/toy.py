@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.toy import sum_gradients
 from torchtitan_scape.sharding import build
 from torchtitan_scape.sharding.base import Sharding, param_groups_of
 from torchtitan_scape.sharding.options import ShardingOptions
@@ -102,10 +103,7 @@ def make(
         fully_shard(layer, **policy)
     fully_shard([model.norm, model.output], **policy, reshard_after_forward=False)
     fully_shard(model, **policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    sum_gradients(model)
     if hold:
         hold(model)
     layout, traffic = layout_of(ranks_per_node), TrafficLedger()
