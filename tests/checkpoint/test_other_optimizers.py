@@ -79,8 +79,10 @@ KINDS: dict[str, Any] = {
     "Relative": Relative,
     "LowBit": lambda p: LowBit(p, lr=0.1),
     "Counting": Counting,
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "AMSGrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.1),
 }
 
 
@@ -93,7 +95,7 @@ def build(kind: str, method: str) -> tuple[nn.Module, Any]:
 
 
 def differences(folder: str, method: str, kind: str = "Counting") -> dict[str, bool]:
-    """Return whether runs with a save before the first step, and resumed after five, end with the same bits."""
+    """Return whether runs that save before the first step, or resume there or after five, end with the same bits."""
     from torchtitan_scape import checkpoint_states, load_checkpoint
 
     model, optimizer = build(kind, method)
@@ -107,9 +109,11 @@ def differences(folder: str, method: str, kind: str = "Counting") -> dict[str, b
     torch.save(of_rank, f"{folder}/{dist.get_rank()}.pt")
     train(other, saving, range(5, 8))
     found = {"save": other}
-    found["load"], resumed = build(kind, method)
-    load_checkpoint(f"{folder}/5", found["load"], resumed)
-    train(found["load"], resumed, range(5, 8))
+    for begin in (0, 5):
+        name = f"load {begin}"
+        found[name], resumed = build(kind, method)
+        load_checkpoint(f"{folder}/{begin}", found[name], resumed)
+        train(found[name], resumed, range(begin, 8))
     found["file"], resumed = build(kind, method)
     of_rank = torch.load(f"{folder}/{dist.get_rank()}.pt")
     found["file"].load_state_dict(of_rank["model"])
@@ -134,6 +138,7 @@ def all_resume(folder: str) -> tuple[list[dict[str, bool]], float]:
     methods = ("dense", "quantized_update", "sparta")
     found = [differences(f"{folder}/{method}", method) for method in methods]
     found += [differences(f"{folder}/{method}", method, "Relative") for method in methods[:2]]
+    found += [differences(f"{folder}/dense", "dense", kind) for kind in ("AdamW", "SGD", "NAdam")]
     return found, float(updates_of_owners().abs().max())
 
 

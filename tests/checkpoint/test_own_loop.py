@@ -191,29 +191,6 @@ def test_a_frozen_variance_must_have_been_saved(pool2: Pool, tmp_path: Path) -> 
     assert pool2(refused, str(tmp_path / "diloco"), "diloco", "onebit_adam") == ["", ""]
 
 
-def one_process(folder: str) -> None:
-    """Other optimizers of `torch.optim` than the registry's, and no process group of one's own."""
-    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
-
-    results = []
-    for resumed in (False, True):
-        model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = replicate(model, inner, "dense", dist.group.WORLD)
-        if resumed:
-            load_checkpoint(folder, model, optimizer)
-        else:
-            train(model, optimizer, range(4))
-            dcp.save(checkpoint_states(model, optimizer), checkpoint_id=folder)
-        train(model, optimizer, range(4, 8))
-        results.append(weights(model))
-    assert torch.equal(*results)
-
-
-def test_other_optimizers_keep_their_state(pool2: Pool, tmp_path: Path) -> None:
-    pool2(one_process, str(tmp_path))
-
-
 def wrong(folder: str) -> list[str]:
     from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
 
@@ -411,54 +388,15 @@ def test_bytes_are_counted_from_the_load(pool2: Pool, tmp_path: Path) -> None:
         assert sent == pytest.approx(dense, rel=1e-2)
 
 
-# -------------------------------------------------------------------------------- before the first step
-
-
-OTHERS: dict[str, Any] = {
-    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "NAdam": partial(torch.optim.NAdam, lr=1e-2, weight_decay=0.1),
-}
-
-
-def saved_before_the_first_step(folder: str, name: str) -> bool:
-    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
-
-    results = []
-    for case in ("undisturbed", "saved", "loaded"):
-        model = make_model()
-        optimizer = replicate(model, OTHERS[name](model.parameters()), "dense", dist.group.WORLD)
-        if case == "saved":
-            dcp.save(checkpoint_states(model, optimizer), checkpoint_id=folder)
-        if case == "loaded":
-            load_checkpoint(folder, model, optimizer)
-        train(model, optimizer, range(3))
-        results.append(weights(model))
-    return torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_save_before_the_first_step_changes_nothing(name: str, pool2: Pool, tmp_path: Path) -> None:
-    assert pool2(saved_before_the_first_step, str(tmp_path), name) == [True, True]
-
-
 def options_with_a_budget(folder: str) -> tuple[Any, Any]:
     from torchtitan_scape import checkpoint_states
 
     model = make_model()
-    section = {"method": "scape", "bytes": 0.3}
-    optimizer = replicate_scape(model, section)
+    optimizer = make_optimizer(model, "scape", options={"bytes": 0.3})
     train(model, optimizer, range(2))
     states = checkpoint_states(model, optimizer)
     dcp.save(states, checkpoint_id=folder)
     return optimizer.settings["density"], states["run_metadata"].values["density"]  # type: ignore[attr-defined]
-
-
-def replicate_scape(model: Any, section: dict[str, Any]) -> Any:
-    from torchtitan_scape import replicate
-    from torchtitan_scape.optimizers.elementwise import AdamS
-
-    return replicate(model, AdamS(model.parameters(), lr=1e-2), section, dist.group.WORLD)
 
 
 def test_a_budget_of_bytes_is_recorded_as_what_it_chose(pool2: Pool, tmp_path: Path) -> None:
