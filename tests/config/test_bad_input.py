@@ -324,11 +324,6 @@ def test_starting_without_a_launcher_names_the_script() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_optimizers_do_not_import_torchtitan() -> None:
-    code = "import sys; from torchtitan_scape import Scape, AdamS; sys.exit('torchtitan' in sys.modules)"
-    assert server.run("tests.fresh", code).returncode == 0
-
-
 @pytest.mark.parametrize(
     "method, interval, steps",
     [

@@ -22,7 +22,8 @@ from scripts.study.slurm import OFFLINE, SlurmSet, job_number, step_seconds, tim
 from scripts.study.store import SETUP, Store
 from scripts.study.timed import timing
 from tests import server
-from tests.scripts.slurm.jobs import allocation, stand_ins
+from tests.scripts.slurm.jobs import allocation, program, stand_ins
+from tests.scripts.study_stand_in import toml
 from torchtitan_scape.config.checks import check_config
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.recipes import load
@@ -43,12 +44,6 @@ def declare(folder: Path, *sets: dict[str, Any]) -> Path:
         text += "[[sets]]\n" + "\n".join(pairs) + "\n"
     (folder / "grid.toml").write_text(text)
     return folder / "grid.toml"
-
-
-def toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {toml(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value)
 
 
 def run(grid: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -250,8 +245,7 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
     sbatch += f"export SLURM_JOB_ID=$((SLURM_JOB_ID + $(wc -l <{tmp_path}/submitted)))\n"
     sbatch += f'bash "${{@: -1}}" >{tmp_path}/log 2>&1\necho "--- Welcome to the machine ---"\necho 4711\n'
     for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+        program(programs / name, text)
     environment = {
         **allocation(ROOT),
         "PATH": f"{programs}:{os.environ['PATH']}",
@@ -294,9 +288,8 @@ def test_slurm_jobs_are_submitted_and_collected(tmp_path: Path) -> None:
 
 def test_what_a_refusing_sbatch_prints_is_shown(tmp_path: Path) -> None:
     programs = stand_ins(tmp_path)
-    sbatch = programs / "sbatch"
-    sbatch.write_text('#!/bin/bash\necho "--> Submission error: no such allocation"\nexit 1\n')
-    sbatch.chmod(0o755)
+    refusal = '#!/bin/bash\necho "--> Submission error: no such allocation"\nexit 1\n'
+    sbatch = program(programs / "sbatch", refusal)
     grid = declare(tmp_path, SLURM | {"methods": ["adams"], "launch": {"machine": "vista", "steps": 2, "warm_up": 2}})
     path = {"PATH": f"{programs}:{os.environ['PATH']}"}
     result = run(grid, **path)
@@ -308,9 +301,7 @@ def test_what_a_refusing_sbatch_prints_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_job_file_uses_that_of_any_cluster(tmp_path: Path) -> None:
-    sbatch = stand_ins(tmp_path) / "sbatch"
-    sbatch.write_text("#!/bin/bash\nexit 1\n")
-    sbatch.chmod(0o755)
+    sbatch = program(stand_ins(tmp_path) / "sbatch", "#!/bin/bash\nexit 1\n")
     launch = {"machine": "dgx-h100", "steps": 2, "warm_up": 2}
     grid = declare(tmp_path, SLURM | {"methods": ["adams"], "sizes": [16], "launch": launch})
     assert run(grid, PATH=f"{sbatch.parent}:{os.environ['PATH']}").returncode == 2
@@ -341,8 +332,7 @@ def test_slurm_runs_are_checked_before_anything_is_queued(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     programs = stand_ins(tmp_path)
-    (programs / "sbatch").write_text(f"#!/bin/bash\ntouch {tmp_path}/submitted\n")
-    (programs / "sbatch").chmod(0o755)
+    program(programs / "sbatch", f"#!/bin/bash\ntouch {tmp_path}/submitted\n")
     grid = declare(tmp_path, SLURM | {"methods": ["scape-0.1", "adams"]} | changes)
     result = run(grid, PATH=f"{programs}:{os.environ['PATH']}")
     assert result.returncode == 2 and message in result.stderr, result.stdout + result.stderr
@@ -434,15 +424,13 @@ def test_methods_that_exceed_a_job_are_divided_over_several() -> None:
 def test_a_program_that_exceeds_its_time_ends_with_its_steps(tmp_path: Path) -> None:
     """A step that outlives its srun is ended too; the next program starts afterwards."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     scripts = {
         "squeue": f"cat {tmp_path}/steps 2>/dev/null",
         "scancel": f'echo "$@" >>{tmp_path}/canceled; rm {tmp_path}/steps',
         "program": f"printf '7.batch\n7.3\n' >{tmp_path}/steps; trap '' TERM; sleep 60",
     }
     for name, text in scripts.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, f"#!/bin/bash\n{text}\n")
     job = "source scripts/slurm/limit.sh; limited 1 program || echo code $?; limited 5 true && echo next"
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "GRACE": "1"}
     begin = time.monotonic()

@@ -37,10 +37,17 @@ def free_job() -> int:
     raise RuntimeError("no port is free")
 
 
+def program(path: Path, text: str) -> Path:
+    """Write an executable script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def stand_ins(folder: Path) -> Path:
     """Return a folder for PATH with stand-ins for srun and scontrol."""
     programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
     for name, text in (
         ("srun", f'exec "{sys.executable}" "{HERE}/srun.py" "$@"'),
         (
@@ -49,8 +56,7 @@ def stand_ins(folder: Path) -> Path:
             f'requeue\\ *) echo "$2" >>"{folder}/requeued" ;;\nesac',
         ),
     ):
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, f"#!/bin/bash\n{text}\n")
     return programs
 
 
@@ -68,13 +74,11 @@ def real_mpi(folder: Path, launcher: str) -> dict[str, str]:
         found = found if "Open MPI" in version or "OpenRTE" in version else None
     if found is None:
         pytest.skip(f"there is no {names[0]}; on Debian: apt install {package}")
-    program = folder / ("mpirun" if launcher == "mpirun" else "ibrun")
-    program.write_text(f'#!/bin/bash\nexec {found} "$@"\n')
-    program.chmod(0o755)
+    script = program(folder / ("mpirun" if launcher == "mpirun" else "ibrun"), f'#!/bin/bash\nexec {found} "$@"\n')
     # Open MPI refuses to run as root otherwise. Slurm removes CUDA_VISIBLE_DEVICES if a job has no GPU.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # Hydra starts its daemons with srun in a job of Slurm, and here srun is a stand-in. All ranks are on this host.
-    return {"LAUNCHER": program.name, "HIP_VISIBLE_DEVICES": "", "HYDRA_BOOTSTRAP": "fork", **root}
+    return {"LAUNCHER": script.name, "HIP_VISIBLE_DEVICES": "", "HYDRA_BOOTSTRAP": "fork", **root}
 
 
 def allocation(directory: Path) -> dict[str, str]:

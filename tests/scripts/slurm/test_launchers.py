@@ -13,7 +13,7 @@ import pytest
 
 from tests import server
 from tests.marks import covering
-from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
+from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, program, stand_ins, submit
 
 # A stand-in for Open MPI's mpirun and TACC's ibrun: the variables of the ranks, and Slurm's of the daemons.
 MPI = """#!/usr/bin/env python3
@@ -50,8 +50,7 @@ sys.exit(max([abs(process.wait()) for process in running]))
 def mpi(folder: Path) -> None:
     programs = stand_ins(folder)
     for name in ("mpirun", "ibrun"):
-        (programs / name).write_text(MPI)
-        (programs / name).chmod(0o755)
+        program(programs / name, MPI)
 
 
 @pytest.mark.parametrize("launcher, variables", covering(product(("mpirun", "ibrun"), ("OMPI", "PMIX"))))
@@ -123,9 +122,7 @@ exec "$@"
 
 def test_ranks_in_a_container_of_apptainer(tmp_path: Path) -> None:
     """The batch host needs no Python with torch, and the environment of the submitting shell does not count."""
-    apptainer = stand_ins(tmp_path) / "apptainer"
-    apptainer.write_text(APPTAINER)
-    apptainer.chmod(0o755)
+    program(stand_ins(tmp_path) / "apptainer", APPTAINER)
     (tmp_path / "bin" / "python3").symlink_to(server.python())
     environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", "VIRTUAL_ENV": "/of/the/host", "PYTHONPATH": "/of/the/host"}
     environment |= {"CONTAINER": "image.sif", "CONTAINER_MOUNTS": "/data,/a:/b", "STANDIN_FILE": f"{tmp_path}/given"}
@@ -195,9 +192,7 @@ def packages_to_copy(folder: Path) -> Path:
     packages = folder / "packages"
     packages.mkdir()
     (packages / "from_the_copy.py").write_text("")
-    sbcast = stand_ins(folder) / "sbcast"
-    sbcast.write_text('#!/bin/bash\n[ "$1" = --force ] && cp "$2" "$3"\n')
-    sbcast.chmod(0o755)
+    program(stand_ins(folder) / "sbcast", '#!/bin/bash\n[ "$1" = --force ] && cp "$2" "$3"\n')
     return packages
 
 
@@ -262,9 +257,7 @@ def test_packages_and_caches_of_frontier_are_on_the_nvme(tmp_path: Path, default
     assert facts["PYTHONPATH"].endswith(f":{nvme}/scape-7/packages"), facts["PYTHONPATH"]
     assert f"into {nvme}/scape-7/packages\n" in result.stdout
     assert [path.name for path in nvme.glob("*/*/*.py")] == ["from_the_copy.py"]
-    apptainer = tmp_path / "bin" / "apptainer"
-    apptainer.write_text(APPTAINER)
-    apptainer.chmod(0o755)
+    program(tmp_path / "bin" / "apptainer", APPTAINER)
     image = {"CONTAINER": "image.sif", "CONTAINER_MOUNTS": "/data", "STANDIN_FILE": f"{tmp_path}/given"}
     submit("frontier", tmp_path, environment | none | image)
     assert f",/data:/data,{nvme}:{nvme} --pwd" in (tmp_path / "given").read_text()
@@ -315,10 +308,7 @@ def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path, default_folder: P
 
 def test_the_rocm_release_may_be_that_of_the_environment_in_the_repository(tmp_path: Path) -> None:
     """As a job uses `.venv` if PYTHON has no torch."""
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\necho 7.1\n")
-    python.chmod(0o755)
+    program(tmp_path / ".venv" / "bin" / "python", "#!/bin/sh\necho 7.1\n")
     command = f"source {SLURM / 'machines.sh'}; rocm_of_torch"
     environment = {**os.environ, "PYTHON": "/bin/false"}
     result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -331,16 +321,14 @@ def test_a_signal_does_not_end_a_launcher_that_is_a_shell_script(replaced: bool,
 
     The children of a program are daemons, which the signal would end.
     """
-    program = tmp_path / "program.py"
-    program.write_text(
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(
         "import signal, subprocess, sys\n"
         "daemon = subprocess.Popen(['sleep', '60'])\n"
         "def end(*_):\n    alive = daemon.poll() is None\n    daemon.kill()\n    sys.exit(7 if alive else 8)\n"
         "signal.signal(signal.SIGUSR1, end)\nprint('ready', flush=True)\ndaemon.wait()\nsignal.pause()\n"
     )
-    script = tmp_path / "ibrun"
-    script.write_text(f"#!/bin/bash\n{'exec ' * replaced}{sys.executable} {program}\nexit $?\n")
-    script.chmod(0o755)
+    script = program(tmp_path / "ibrun", f"#!/bin/bash\n{'exec ' * replaced}{sys.executable} {ranks}\nexit $?\n")
     command = """source scripts/slurm/launch.sh
 "$1" >"$2" & child=$!
 until grep -q ready "$2"; do sleep 0.1; done

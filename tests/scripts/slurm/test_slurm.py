@@ -12,7 +12,7 @@ import pytest
 from scripts.faults.fault_runs import TINY
 from tests.marks import slow
 from tests.runtime.test_launch import SHORT, SMALL
-from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, stand_ins, submit
+from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, program, stand_ins, submit
 
 
 @pytest.mark.parametrize("machine, per_node", [slow("vista", 1), ("frontier", 2)])
@@ -117,9 +117,8 @@ def test_a_job_in_a_queue_for_debugging_is_not_requeued(queue: dict[str, str], t
 def chain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run chain.sh in a copy of the scripts, with a stand-in for sbatch that counts jobs from 101."""
     shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm", dirs_exist_ok=True)
-    sbatch = stand_ins(folder) / "sbatch"
-    sbatch.write_text('#!/bin/bash\necho "$*" >>given\necho A banner\necho "$((100 + $(wc -l <given)));cluster"\n')
-    sbatch.chmod(0o755)
+    counting = '#!/bin/bash\necho "$*" >>given\necho A banner\necho "$((100 + $(wc -l <given)));cluster"\n'
+    program(stand_ins(folder) / "sbatch", counting)
     path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(["scripts/slurm/chain.sh", *arguments], cwd=folder, env=path, capture_output=True, text=True)
 
@@ -231,9 +230,7 @@ def test_local_rank_is_the_device_index(environment: dict[str, str], local: str,
 
 def test_a_node_of_an_elastic_job_shows_its_first_rank(tmp_path: Path) -> None:
     """LOG_RANK contains numbers of nodes. The launcher of a node would read them as ranks of its node."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nenv\n")
-    python.chmod(0o755)
+    python = program(tmp_path / "python", "#!/bin/sh\nenv\n")
     job = {"ELASTIC": "1", "SLURM_JOB_ID": "7", "SCAPE_FAILURE_FILE": f"{tmp_path}/failures", "PYTHON": str(python)}
     result = rank({**job, "SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_NODEID": "5"}, tmp_path / "node")
     assert "MASTER_PORT=15000\n" in result.stdout, result.stderr
@@ -347,10 +344,7 @@ def test_a_job_does_not_create_an_environment(name: str, tmp_path: Path) -> None
     """With a checkout without .venv and a Python without torchtitan the launch is refused; nothing is installed."""
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", checkout / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    bare = tmp_path / "venv" / "bin" / "python"
-    bare.parent.mkdir(parents=True)
-    bare.write_text(f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
-    bare.chmod(0o755)
+    bare = program(tmp_path / "venv" / "bin" / "python", f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
     environment = {"TRAIN_SCRIPT": REPORT, "PYTHON": "", name: str(bare if name == "PYTHON" else tmp_path / "venv")}
     result, _ = submit("vista", tmp_path, environment, directory=checkout)
     assert result.returncode == 2
