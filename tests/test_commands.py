@@ -18,12 +18,12 @@ from torchtitan_scape.core.command import EXTRAS, PROJECT, import_advice, instal
 from torchtitan_scape.core.files import packaged
 
 LIBRARY = {"torch", "triton", "numpy"}
-PUBLIC = graph(lambda imports: imports.at_once)["torchtitan_scape.api"]
+PUBLIC = graph()["torchtitan_scape.api"]
 
 
 def third_party(modules: set[str]) -> set[str]:
     """Return the packages that these modules import, without this project's and Python's."""
-    imported = {name.partition(".")[0] for module in modules for name in imports_of(FILES[module]).all}
+    imported = {name.partition(".")[0] for module in modules for name in imports_of(FILES[module])}
     return imported - {"torchtitan_scape"} - set(sys.stdlib_module_names)
 
 
@@ -36,7 +36,7 @@ def test_every_import_is_a_requirement_or_of_an_extra() -> None:
 
 
 def test_the_library_imports_torch_triton_and_numpy_only() -> None:
-    edges, needed, left = graph(lambda imports: imports.at_once | imports.in_functions), set[str](), set(PUBLIC)
+    edges, needed, left = graph(), set[str](), set(PUBLIC)
     while left:
         module = left.pop()
         needed.add(module)
