@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -79,6 +81,14 @@ def tables(page: str) -> list[tuple[str, list[str]]]:
             before, lines = [], []
         before = [] if line.startswith("#") else [*before, line]
     return found
+
+
+def value_of(text: str) -> Any:
+    """Return a TOML value, or None if the text is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None
 
 
 def numbers(text: str) -> list[str]:

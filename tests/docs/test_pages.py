@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quoted, read, tables
+from tests.docs.pages import PAGES, ROOT, blocks, headings, links, numbers, quoted, read, tables, value_of
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import check_table
 from torchtitan_scape.core.options import check_value
@@ -64,14 +64,6 @@ def words() -> set[str]:
     files = [path for room in ROOMS[:6] for path in (ROOT / room).rglob("*") if path.suffix in SOURCES]
     text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.sh"), ROOT / "pyproject.toml"])
     return set(re.findall(r"\w+", text))
-
-
-def value_of(text: str) -> Any:
-    """Return a TOML value, or None if the text is none."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return None
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import blocks, read
+from tests.docs.pages import blocks, read, value_of
 from torchtitan_scape.config.reference import page, sections
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.options import DenseOptions, MethodOptions, share_of_dense
@@ -25,14 +25,6 @@ from torchtitan_scape.topology.machines import get_machine
 METHODS_PAGE = "docs/reference/methods/index.md"
 SHARDING_PAGE = "docs/reference/sharding.md"
 LLAMA = get_workload("llama_1_8b").local(1)
-
-
-def value_of(text: str) -> Any:
-    """A TOML value, or None where it is none."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return None
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
