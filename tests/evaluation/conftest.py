@@ -87,14 +87,19 @@ def exported(tmp_path_factory: pytest.TempPathFactory, model_of: Any) -> dict[st
     return {family: parent / family for family in FAMILIES}
 
 
+def write_task(folder: Path, name: str, kind: str, rows: list[dict[str, Any]], rest: str) -> None:
+    """Write a task of the harness with its data."""
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / name}.jsonl}}}}\ntest_split: test\n"
+    (folder / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{source}{rest}\n")
+
+
 @pytest.fixture(scope="session")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `TASKS`, and a task whose data do not exist."""
     folder = tmp_path_factory.mktemp("tasks")
     for name, (kind, rest, rows) in TASKS.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / name}.jsonl}}}}\n"
-        (folder / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{source}test_split: test\n{rest}\n")
+        write_task(folder, name, kind, rows, rest)
     far = (folder / "local_cloze.yaml").read_text().replace("local_cloze\n", "far_away\n", 1)
     far = far.replace("path: json", "path: nobody/nothing").replace("dataset_kwargs", "metadata")
     (folder / "far_away.yaml").write_text(far)

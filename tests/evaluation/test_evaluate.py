@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.evaluation.conftest import CHOICES, CLOZES, TEXTS
+from tests.evaluation.conftest import CHOICES, CLOZES, TEXTS, write_task
 from tests.pool import Pool
 from torchtitan_scape.core.command import install_command
 from torchtitan_scape.evaluate import digest, main
@@ -112,13 +112,6 @@ def test_scores_are_those_of_our_logits(
     bits = -sum(map(ours.whole, TEXTS)) / sum(len(text.encode()) for text in TEXTS) / math.log(2)
     assert score("local_rolling", "bits_per_byte") == pytest.approx(bits, rel=1e-5)
     assert set(found["task_hashes"]) == set(THREE.split(",")) and found["task_versions"]["local_choice"] == 2.0
-
-
-def write_task(folder: Path, name: str, kind: str, rows: list[dict[str, Any]], rest: str) -> None:
-    """Write a task of the harness with its data."""
-    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / name}.jsonl}}}}\ntest_split: test\n"
-    (folder / f"{name}.yaml").write_text(f"task: {name}\noutput_type: {kind}\n{source}{rest}\n")
 
 
 def test_scores_do_not_depend_on_the_batch_size(

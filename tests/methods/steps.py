@@ -189,6 +189,20 @@ def as_replicas(case: Case, replicas: int) -> list[Played]:
     return run_replicas(replicas, lambda collectives: play(collectives, case))
 
 
+def check_steps(case: Case, replicas: int, literal: Any, **tolerance: float) -> None:
+    """Compare updates and residuals of every step with those of a literal form. tolerance: of the residuals."""
+    ranks = run_replicas(replicas, lambda collectives: play(collectives, case))
+    for number in range(1, STEPS + 1):
+        expected = literal.step([gradients(number, replica) for replica in range(replicas)])
+        for got, wanted in zip(ranks[0].given[number - 1], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        for replica, rank in enumerate(ranks):
+            for i in range(len(SHAPES)):
+                if f"residual.p{i}" in rank.kept[number - 1]:
+                    residual = rank.kept[number - 1][f"residual.p{i}"].view(-1)
+                    torch.testing.assert_close(residual, literal.residual[replica][i], **tolerance)
+
+
 def skipped_at(case: Case) -> int:
     return case.begins + 3
 

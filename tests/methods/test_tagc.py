@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.cases import SHAPES, STEPS, Case
-from tests.methods.steps import gradients, make, play
+from tests.methods.cases import SHAPES, Case
+from tests.methods.steps import check_steps, gradients, make
 from tests.replicas import run_replicas
 from torchtitan_scape.core.workloads import LocalModel
 from torchtitan_scape.methods.interface import StepInfo
@@ -52,17 +52,7 @@ class Literal:
 @pytest.mark.parametrize("density", [0.05, 0.3])
 def test_equals_the_reference_algorithm(replicas: int, density: float) -> None:
     """Both encodings of the index: offsets at the first density, a bitmap at the second."""
-    literal = Literal(replicas, density)
-    ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("tagc", {"density": density})))
-    for number in range(1, STEPS + 1):
-        expected = literal.step([gradients(number, replica) for replica in range(replicas)])
-        for got, wanted in zip(ranks[0].given[number - 1], expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-        for replica, rank in enumerate(ranks):
-            for i in range(len(SHAPES)):
-                if f"residual.p{i}" in rank.kept[number - 1]:
-                    kept = rank.kept[number - 1][f"residual.p{i}"].view(-1)
-                    assert torch.equal(kept, literal.residual[replica][i])
+    check_steps(Case("tagc", {"density": density}), replicas, Literal(replicas, density), rtol=0, atol=0)
 
 
 def test_index_and_values_are_counted_separately() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.methods.cases import SHAPES, STEPS, Case
-from tests.methods.steps import gradients, make, play
+from tests.methods.cases import SHAPES, Case
+from tests.methods.steps import check_steps, make
 from tests.replicas import run_replicas
 from torchtitan_scape import replicate
 from torchtitan_scape.core.parameters import collect_shards
@@ -117,16 +117,7 @@ class Literal:
 def test_equals_the_reference_algorithm(replicas: int, options: dict[str, Any]) -> None:
     rounding = 5e-6 if "code" in options else 1e-6  # means of bins are summed in another order
     literal = Literal(replicas, SHAPES, **options)
-    ranks = run_replicas(replicas, lambda collectives: play(collectives, Case("topk", options)))
-    for number in range(1, STEPS + 1):
-        expected = literal.step([gradients(number, replica) for replica in range(replicas)])
-        for got, wanted in zip(ranks[0].given[number - 1], expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-        for replica, rank in enumerate(ranks):
-            for i in range(len(SHAPES)):
-                if f"residual.p{i}" in rank.kept[number - 1]:
-                    kept = rank.kept[number - 1][f"residual.p{i}"].view(-1)
-                    torch.testing.assert_close(kept, literal.residual[replica][i], rtol=1e-6, atol=rounding)
+    check_steps(Case("topk", options), replicas, literal, rtol=1e-6, atol=rounding)
 
 
 @pytest.mark.parametrize("code, divisor", [("float32", "replicas"), ("2bit", "senders")])

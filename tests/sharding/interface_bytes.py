@@ -5,8 +5,6 @@ count as sent and the bytes that crossed the interface in the same period.
 """
 
 import json
-import multiprocessing
-import tempfile
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.sharding import toy
-from tests.topology.interface_bytes import interface_bytes, isolate
+from tests.topology.interface_bytes import in_namespace, interface_bytes
 from torchtitan_scape.sharding.options import ShardingOptions
 
 WORLD, STEPS = 4, 2
@@ -56,19 +54,5 @@ def rank(number: int, store: str, queue: Any) -> None:
     dist.barrier()
 
 
-def main() -> None:
-    isolate()
-    context = multiprocessing.get_context("fork")  # Safe, because gloo is not initialized in this process.
-    queue: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=rank, args=(r, f"{folder}/store", queue)) for r in range(WORLD)]
-        for process in processes:
-            process.start()
-        results = [queue.get(timeout=100) for _ in processes]
-        for process in processes:
-            process.join()
-    print(json.dumps(results[0]))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(in_namespace(rank, WORLD)[0]))

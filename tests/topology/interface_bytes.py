@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def interface_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def replica(rank: int, world: int, store: str, density: float, update: str, code: str, queue: Any) -> None:
+def replica(rank: int, store: str, queue: Any, world: int, density: float, update: str, code: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -99,20 +100,28 @@ def replica(rank: int, world: int, store: str, density: float, update: str, code
     dist.destroy_process_group()
 
 
-def main() -> None:
-    world, density, update, code = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+def in_namespace(rank: Callable[..., None], world: int, *arguments: Any) -> list[Any]:
+    """Return the results of ranks in a network namespace of their own.
+
+    rank: Function of the rank, the file of its store, the queue of its result, and the arguments.
+    """
     isolate()
     context = multiprocessing.get_context("fork")  # safe: gloo has not been initialized yet
     queue: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        rest = f"{folder}/store", density, update, code, queue
-        processes = [context.Process(target=replica, args=(r, world, *rest)) for r in range(world)]
+        given = f"{folder}/store", queue, *arguments
+        processes = [context.Process(target=rank, args=(number, *given)) for number in range(world)]
         for process in processes:
             process.start()
         results = [queue.get(timeout=100) for _ in processes]
         for process in processes:
             process.join()
-    print(json.dumps(results))
+    return results
+
+
+def main() -> None:
+    world, density, update, code = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4]
+    print(json.dumps(in_namespace(replica, world, world, density, update, code)))
 
 
 if __name__ == "__main__":
