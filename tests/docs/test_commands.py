@@ -226,7 +226,7 @@ def with_its_data(arguments: list[str], folder: Any) -> list[str]:
 def test_documented_runs_succeed(variables: dict[str, str], arguments: list[str], tmp_path: Any) -> None:
     arguments = with_its_data(arguments, tmp_path / "data")
     # A run would continue from the checkpoints that an earlier one has left in a folder of the machine.
-    arguments = [each.replace("checkpoint.folder=/tmp", f"checkpoint.folder={tmp_path}") for each in arguments]
+    arguments = [re.sub(r"(?<=checkpoint\.folder=)/(var/tmp|dev/shm|tmp)\b", str(tmp_path), each) for each in arguments]
     environment = os.environ | {"PYTHON": server.python(), "NGPU": "2", "OMP_NUM_THREADS": "1"} | variables
     command = [str(ROOT / "run_train.sh"), *arguments, f"--job.dump_folder={tmp_path}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
