@@ -45,7 +45,7 @@ class Ours:
     """Log-likelihoods from the logits of this project's model, with one token per byte."""
 
     def __init__(self, model: torch.nn.Module, family: str) -> None:
-        self.model, self.entries = model, 258 if family == "gpt2" else 260
+        self.model = model
         self.bos, self.length = family == "llama", 64 if family == "llama" else 96
         self._encoder = Tokenizer.from_file(BYTES)
 
@@ -59,7 +59,7 @@ class Ours:
         likely.
         """
         with torch.no_grad():
-            logits: Tensor = self.model(torch.tensor([inputs[-self.length :]]))[0, -len(targets) :, : self.entries]
+            logits: Tensor = self.model(torch.tensor([inputs[-self.length :]]))[0, -len(targets) :]
         wanted = torch.tensor(targets)
         found = logits.log_softmax(-1).gather(-1, wanted[:, None]).sum()
         return float(found), bool((logits.argmax(-1) == wanted).all())
