@@ -29,6 +29,7 @@ SPILL_LIMITS: dict[tuple[str, int, str], int] = {
     # Tiles that are not complete.
     ("exchange.encode_kernel", 128, "cuda:90"): 32,
     ("exchange.encode_kernel", 1024, "cuda:90"): 16,
+    ("exchange.move_kernel", 128, "cuda:90"): 16,
 }
 # Barriers in the code for blocks of 128 and 1024 entries in aligned storage, with a payload buffer. More of them are
 # conversions between layouts through shared memory, in a loop or for every tile.

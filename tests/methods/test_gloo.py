@@ -190,6 +190,21 @@ def test_the_norm_includes_all_shards_with_a_plain_process_group(pool4: Pool) ->
     assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
 
 
+def train_norms_alone() -> Tensor:
+    """Train a model without matrices: it has no masks, and sends none."""
+    parameter = nn.Parameter(torch.ones(7))
+    optimizer = make_scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
+    for _ in range(3):
+        parameter.grad = torch.full((7,), 1.0 + dist.get_rank())
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+def test_a_model_without_matrices(pool2: Pool) -> None:
+    first, second = pool2(train_norms_alone)
+    assert torch.equal(first, second) and bool((first < 1).all())
+
+
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Return the chunk size on two nodes of two ranks. In a flat ring the link to the next rank differs by rank."""
     from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -209,6 +224,45 @@ def test_all_ranks_choose_the_same_chunk_size(hierarchical: bool, pool4: Pool) -
     sizes = set(pool4(chunk_of_a_large_payload, hierarchical))
     assert len(sizes) == 1
     assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one chunk"
+
+
+def train_with_holes() -> list[Tensor]:
+    """Train without a gradient of the first parameter on rank 0: it counts as zeros, and collectives are the same."""
+    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
+    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
+    for step in range(4):
+        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
+            p.grad = g
+        if dist.get_rank() == 0:
+            parameters[0].grad = None
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_missing_gradient_on_one_rank_counts_as_zeros(pool2: Pool) -> None:
+    first, second = pool2(train_with_holes)
+    assert torch.equal(flat(first), flat(second))
+    assert not torch.equal(first[0], draw(0, SPARSE)[0])
+
+
+def train_alone() -> tuple[Tensor, Tensor]:
+    """Train a single replica at density 1, and dense AdamS with the same clipping."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
+    scape = make_scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
+    adams = AdamS(theirs, lr=1e-2)
+    for step in range(6):
+        for p, q, g in zip(ours, theirs, gradient(step, 0, SPARSE + DENSE), strict=True):
+            p.grad, q.grad = g.clone(), g
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        scape.step()
+        adams.step()
+    return flat([p.detach() for p in ours]), flat([p.detach() for p in theirs])
+
+
+def test_a_single_replica_equals_dense_adams(pool2: Pool) -> None:
+    for ours, theirs in pool2(train_alone):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
 def shards_as_replicas() -> None:

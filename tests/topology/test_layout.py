@@ -135,6 +135,15 @@ def test_pipeline_stages_on_two_nodes_leave_the_shard_axis_inside() -> None:
     assert plan(16, 8, shard=8, pipeline=2).shard_axis_inside_node
 
 
+def test_vista_replicas_are_whole_nodes() -> None:
+    layout = plan(32, 1, "vista", replicate=-1)
+    assert (layout.replicate, layout.shard) == (32, 1)
+    assert layout.replicate_groups() == (tuple(range(32)),)
+    assert layout.model_groups() == tuple((rank,) for rank in range(32))
+    assert {layout.successor_level(rank, layout.replicate_group(rank)) for rank in range(32)} == {"network"}
+    assert layout.shard_axis_inside_node
+
+
 def test_frontier_64_ranks() -> None:
     layout = plan(64, 8, replicate=-1, shard=8)
     assert layout.replicate_group(11) == (3, 11, 19, 27, 35, 43, 51, 59)

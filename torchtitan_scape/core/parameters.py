@@ -127,14 +127,14 @@ def weak_hook(method: Callable[..., None], *args: Any) -> Callable[[Tensor], Non
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """Return the stored numbers of the local shard: the BF16 weight of a `ScaledTensor`, else the shard itself."""
+    """Return the plain tensor with the data of the local shard: the BF16 weight of a `ScaledTensor`, else the shard."""
     return _within_wrapper(local(parameter)).detach()
 
 
 def _within_wrapper(shard: Tensor) -> Tensor:
-    """Return the tensor with the memory of a local shard: a wrapper has no address.
+    """Return the plain tensor that holds a local shard's data.
 
-    `_tensor` is that of torchao's weights which FSDP2 gathers in FP8.
+    `_tensor` is that of torchao's weights which FSDP2 gathers in FP8; such a wrapper has no address.
     """
     return shard.weight if isinstance(shard, ScaledTensor) else getattr(shard, "_tensor", shard)
 

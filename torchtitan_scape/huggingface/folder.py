@@ -79,7 +79,7 @@ def atomic_folder(output: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
     except FileExistsError:
-        raise ValueError(f"{part} exists already: another process writes it, or was killed; delete it then") from None
+        raise ValueError(f"{part} exists: another process writes it; if that was killed, delete the folder") from None
     try:
         yield part
         part.rename(output)

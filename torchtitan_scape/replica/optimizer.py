@@ -463,7 +463,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
-            "a replica optimizer is not copied or pickled, which would lose the method's state; save "
+            "a replica optimizer cannot be copied or pickled, which would lose the method's state; save "
             "optimizer.state_dict() in its place"
         )
 
