@@ -170,7 +170,7 @@ def test_missing_nodes_are_reported_while_waiting_and_at_the_end(port: int) -> N
             error
         )
         assert "NNODES and RDZV_ENDPOINT" in str(error)
-        assert len(launcher.lines) >= 5 and launcher.lines[-1].startswith("waiting: 2 (")
+        assert len(launcher.lines) >= 2 and launcher.lines[-1].startswith("waiting: 2 (")
 
 
 def test_a_node_that_left_does_not_count(port: int) -> None:

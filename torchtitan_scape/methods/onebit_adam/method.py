@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_scape.core.parameters import Shard, local, stored
+from torchtitan_scape.core.parameters import Shard, StoredTensors, local
 from torchtitan_scape.core.tensors import indices_by_key
 from torchtitan_scape.kernels.backends import elementwise_update
 from torchtitan_scape.kernels.common.tensors import Rates
@@ -45,7 +45,7 @@ class OnebitAdam(Quantized):
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         super().__init__(context, options.exchange())
         self.options = options
-        self._adam = elementwise_update(self.backend, "frozen")
+        self._adam, self._stored = elementwise_update(self.backend, "frozen"), StoredTensors(context.shards)
         self._last_update = options.last_update(context.total_steps)
         self._updates_variance = True  # in this step
 
@@ -137,7 +137,7 @@ class OnebitAdam(Quantized):
             for group in self.context.optimizer.param_groups
         ]
         self._adam.step(
-            [stored(shard.parameter) for shard in shards],
+            self._stored(),
             momenta,
             [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")],
             [rates[shard.group] for shard in shards],
