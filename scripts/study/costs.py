@@ -1,7 +1,7 @@
 """Bytes and seconds of a study's methods by the planner: the only file of the package that asks it about methods.
 
 The losses are those of a small model, whose step is latency alone. So the time axis takes the step that the planner
-predicts for Llama-1.8B with the run's method, at the density of each step where a warm-up changes it.
+predicts for Llama-1.8B with the run's method; the bytes of a start or a warm-up count as dense steps.
 """
 
 import dataclasses

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_scape.core.consistency import LARGEST, check_plausible, is_plausible
-from torchtitan_scape.core.parameters import Shard, is_slice, local, plain_name, stored
+from torchtitan_scape.core.parameters import Shard, is_gathered_in_fp8, is_slice, local, plain_name, stored
 from torchtitan_scape.methods.interface import State
 from torchtitan_scape.optimizers.pytorch import create_state
 from torchtitan_scape.optimizers.registry import FIRST
@@ -294,7 +294,7 @@ class ModelCheckpoint(Stateful):
     def state_dict(self) -> dict[str, Any]:
         parameters = {shard.name: shard.parameter for shard in self._optimizer.shards()}
         # Wrappers that FSDP2 gathers in FP8 would be stored as such, and could be read with torchao alone.
-        in_wrappers = {name: stored(one) for name, one in parameters.items() if hasattr(local(one), "_tensor")}
+        in_wrappers = {name: stored(one) for name, one in parameters.items() if is_gathered_in_fp8(one)}
         shared = in_wrappers | self._optimizer.saved_model()
         state: dict[str, Any] = dict(self.own.state_dict())
         others = {other: name for other, name in self._other_names.items() if other in state}

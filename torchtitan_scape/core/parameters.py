@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from torchtitan_scape.core.bf16_weights import ScaledTensor
 
+_WRAPPED_IN_FP8 = "_tensor"  # the attribute with the weight in torchao's wrappers that FSDP2 gathers in FP8
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
@@ -131,12 +132,14 @@ def stored(parameter: Tensor) -> Tensor:
     return _within_wrapper(local(parameter)).detach()
 
 
-def _within_wrapper(shard: Tensor) -> Tensor:
-    """Return the plain tensor that holds a local shard's data.
+def is_gathered_in_fp8(parameter: Tensor) -> bool:
+    """Return whether the local shard is torchao's wrapper of a weight, which has no address of its own."""
+    return hasattr(local(parameter), _WRAPPED_IN_FP8)
 
-    `_tensor` is that of torchao's weights which FSDP2 gathers in FP8; such a wrapper has no address.
-    """
-    return shard.weight if isinstance(shard, ScaledTensor) else getattr(shard, "_tensor", shard)
+
+def _within_wrapper(shard: Tensor) -> Tensor:
+    """Return the plain tensor that holds a local shard's data."""
+    return shard.weight if isinstance(shard, ScaledTensor) else getattr(shard, _WRAPPED_IN_FP8, shard)
 
 
 class StoredTensors:
