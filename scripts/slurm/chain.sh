@@ -30,6 +30,11 @@ mkdir -p outputs/slurm
 SCAPE_CHAIN="$PWD/outputs/slurm/chain-$(date +%Y%m%d-%H%M%S)-$$"
 export SCAPE_CHAIN
 : >"$SCAPE_CHAIN"
+summary() { # also if a later job is refused, for example by a limit of jobs per user
+    [ ! -s "$SCAPE_CHAIN" ] ||
+        echo "submitted $(paste -sd ' ' "$SCAPE_CHAIN"); to cancel them: scancel \$(cat $SCAPE_CHAIN)"
+}
+trap summary EXIT
 after=()
 for ((i = 0; i < count; i++)); do
     answer=$(sbatch --parsable --no-requeue ${after[@]+"${after[@]}"} "$@") || refuse "sbatch failed: $answer"
@@ -38,4 +43,3 @@ for ((i = 0; i < count; i++)); do
     echo "$job" >>"$SCAPE_CHAIN"
     after=(--dependency="afterany:$job")
 done
-echo "submitted $(tr '\n' ' ' <"$SCAPE_CHAIN"); to cancel them: scancel \$(cat $SCAPE_CHAIN)"

@@ -79,4 +79,7 @@ end_chain() {
     done <"$SCAPE_CHAIN"
     echo "exit code $1: the jobs of the chain that wait are canceled"
 }
-if [ -n "${SCAPE_CHAIN:-}" ]; then trap 'end_chain $?' EXIT; fi
+if [ -n "${SCAPE_CHAIN:-}" ]; then
+    trap 'exit 143' TERM # at the time limit, for example; bash would run the next line with code 0
+    trap 'end_chain $?' EXIT
+fi

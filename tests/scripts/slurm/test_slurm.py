@@ -118,6 +118,7 @@ def chain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run chain.sh in a copy of the scripts, with a stand-in for sbatch that counts jobs from 101."""
     shutil.copytree(ROOT / "scripts" / "slurm", folder / "scripts" / "slurm", dirs_exist_ok=True)
     counting = '#!/bin/bash\necho "$*" >>given\necho A banner\necho "$((100 + $(wc -l <given)));cluster"\n'
+    counting += '[[ "$*" != *--limit* ]] || [ "$(wc -l <given)" -lt 3 ]\n'
     program(stand_ins(folder) / "sbatch", counting)
     path = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(["scripts/slurm/chain.sh", *arguments], cwd=folder, env=path, capture_output=True, text=True)
@@ -136,6 +137,9 @@ def test_a_chain_submits_jobs_that_wait_for_the_one_before(tmp_path: Path) -> No
     ):
         result = chain(tmp_path, *arguments)
         assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    result = chain(tmp_path / "limited", "4", "--limit", "job.sbatch")
+    assert result.returncode == 2 and "error: sbatch failed" in result.stderr
+    assert "submitted 101 102; to cancel them: scancel $(cat " in result.stdout  # they stay in the queue
 
 
 @pytest.mark.parametrize(
@@ -160,6 +164,16 @@ def test_the_end_of_training_cancels_the_rest_of_its_chain(end: dict[str, str], 
         assert not (tmp_path / "canceled").exists() and not (tmp_path / "requeued").exists()
     else:
         assert (tmp_path / "canceled").read_text() == "--state=PENDING 101\n--state=PENDING 102\n"
+
+
+def test_a_job_that_slurm_ends_keeps_its_chain(tmp_path: Path) -> None:
+    """At the time limit, by scancel or after a lost node, Slurm sends SIGTERM to the batch script."""
+    (tmp_path / "chain").write_text("7\n101\n")
+    (stand_ins(tmp_path) / "scancel").touch(mode=0o755)
+    others = {"scancel": f"#!/bin/bash\ntouch {tmp_path}/canceled\n", "srun": '#!/bin/bash\nkill "$PPID"\nsleep 1\n'}
+    environment = {"TRAIN_SCRIPT": REPORT, "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7", "LAUNCHER": "srun"}
+    result, _ = submit("vista", tmp_path, environment, **others)
+    assert result.returncode == 143 and not (tmp_path / "canceled").exists(), result.stderr
 
 
 # -------------------------------------------------------------------------------------- what a rank is given
