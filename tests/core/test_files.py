@@ -3,17 +3,22 @@
 import errno
 import json
 import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from torchtitan_scape import train
 from torchtitan_scape.checkpoint.storage import MANIFEST, FileSum, _write_manifest, find_damage
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.core.files import pointer_text, write_whole
+from torchtitan_scape.core.files import OPEN_FILES, pointer_text, write_whole
 from torchtitan_scape.data.manifest import Manifest, open_pair
 from torchtitan_scape.huggingface.folder import read_folder
+from torchtitan_scape.runtime import launch
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 12345\n"
@@ -89,3 +94,22 @@ def test_a_file_that_cannot_be_written_is_named_and_not_left(tmp_path: Path, mon
     with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'"):
         write_whole(tmp_path / "a.json", "after")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.json", "before")]
+
+
+@pytest.mark.parametrize("program", [train, launch])
+def test_ranks_and_launchers_raise_the_limit_of_open_files(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of 512 ranks has more connections than the usual limit of 1,024."""
+    found: list[tuple[int, int]] = []
+    work = SimpleNamespace(main=lambda: found.append(resource.getrlimit(resource.RLIMIT_NOFILE)))
+    monkeypatch.setattr(program, "import_module", lambda name: work)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # train sets it
+    (soft, hard), mask = resource.getrlimit(resource.RLIMIT_NOFILE), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        program.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert found == [(min(hard, OPEN_FILES), hard)]

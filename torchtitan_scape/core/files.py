@@ -1,13 +1,15 @@
-"""Atomic file writes, JSON of unknown origin, and files of this package."""
+"""Atomic file writes, JSON of unknown origin, files of this package, and the limit of open files."""
 
 import errno
 import json
 import os
+import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
+OPEN_FILES = 1 << 16
 FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
 # Beginning of a pointer -> its kind, and the command that replaces it by the file.
 _POINTERS = {
@@ -28,6 +30,16 @@ def packaged(path: str) -> str:
     inside = PACKAGE / name.removeprefix(f"{PACKAGE.name}/")
     is_own = name.startswith((f"{PACKAGE.name}/", "train_configs/"))
     return str(inside) if is_own and not os.path.exists(path) and inside.exists() else path
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files to `OPEN_FILES`, or as far as permitted. Child processes have it too.
+
+    The store's process and groups of gloo have connections for every rank, and prepared data have a file per shard. The
+    usual limit of 1,024 is too low for 512 ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
 
 
 def parse_json(content: str | bytes) -> Any:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,19 +230,11 @@ def _from_manifest(folder: Path, split: str, facts: dict[str, Any], job: JobConf
         )
     n_bytes, n_tokens = manifest.total(split, "bytes"), manifest.total(split, "tokens")
     dtype = np.dtype(manifest.dtype)
-    _allow_files(len(manifest.of(split)))
     shards = [
         (str(folder / shard.name), map_tokens(paths_of(folder / shard.name)[0], dtype)) for shard in manifest.of(split)
     ]
     rate = n_bytes / n_tokens if n_tokens else None
     return Split(shards, Manifest.digest(folder), facts["entries"], rate)
-
-
-def _allow_files(n: int) -> None:
-    """Raise the limit of open files by `n`, if permitted. Each memory map uses one, in a thousand shards."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if n > soft // 4:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + n, hard), hard))
 
 
 class Blend:

@@ -19,12 +19,15 @@ SCAPE_*        internal state between the starts of one run
 import signal
 from importlib import import_module
 
+from torchtitan_scape.core.files import allow_open_files
+
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 
 
 def main() -> None:
     """Run the launcher. It waits for signals, which threads that start with the import of torch must not receive."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    allow_open_files()
     import_module("torchtitan_scape.runtime.launcher").main()
 
 
