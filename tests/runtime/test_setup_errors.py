@@ -99,6 +99,7 @@ def test_the_text_of_an_error_is_kept(error: Exception) -> None:
         RuntimeError("[gloo] Connection closed by peer"),
         ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
         TimeoutError("timed out"),
+        OSError(errno.ESTALE, "Stale file handle", "/scratch/run/checkpoint"),
         KeyError("ours"),  # not raised in TorchTitan: an error of this project
         AssertionError(),
         KeyboardInterrupt(),

@@ -5,6 +5,7 @@ A signal to one rank or to all requests a stop. The ranks agree on the step by t
 line.
 """
 
+import errno
 import linecache
 import logging
 import os
@@ -34,7 +35,8 @@ REQUESTED = "SCAPE_STOP_REQUESTED"  # environment variable: rank.sh received thi
 CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.
 # The programming errors by which TorchTitan rejects a value.
 _REJECTIONS = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
-_PASSING = (BrokenPipeError, ConnectionResetError, TimeoutError)  # They may not occur again.
+# They may not occur again. The two codes are those of a network file system that has lost its server for a while.
+_PASSING, _PASSING_CODES = (BrokenPipeError, ConnectionResetError, TimeoutError), (errno.EIO, errno.ESTALE)
 _OWN = ("torchtitan_scape", "scripts", "tests")
 _COMPILER = ("torch._dynamo", "torch._inductor")
 # Environment variables of folders that are not in the recipe, by a part of their usual paths.
@@ -53,7 +55,7 @@ def setup_error(error: BaseException) -> str | None:
         return None
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     for cause in _causes(error):
-        if isinstance(cause, OSError) and not isinstance(cause, _PASSING):
+        if isinstance(cause, OSError) and not isinstance(cause, _PASSING) and cause.errno not in _PASSING_CODES:
             return _os_error(cause)
         if isinstance(cause, ImportError):
             return f"a module cannot be imported: {' '.join(str(cause).split())}; install it, or set PYTHONPATH"
