@@ -29,7 +29,7 @@ OTHER_NUMBERS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 OWN_WORDS = [page for page in PAGES if page != "docs/reference/configuration.md"]
 SOURCES = {".py", ".sh", ".sbatch", ".toml"}
 # Programs, variables and keys that are not defined here.
-FOREIGN = {"PATH", "WORLD_SIZE", "PIP_CONSTRAINT", "text", "offload"}
+FOREIGN = {"PATH", "WORLD_SIZE", "PIP_CONSTRAINT", "text", "offload", "qlimits"}
 
 
 def key_type(path: str) -> Any:
