@@ -357,10 +357,10 @@ def test_estimates_of_the_optimizer_may_differ(pool2: Pool) -> None:
         assert not shares and "rank 1 has d=" in refusal and "needs another method, such as 'quantized'" in refusal
 
 
-def overlapped_with_unused_parameters() -> float:
+def overlapped_with_unused_parameters(method: str) -> float:
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     optimizer = replicate(
-        model, torch.optim.AdamW(model.parameters()), "dense", dist.group.WORLD, overlap=True, consistency_interval=1
+        model, torch.optim.AdamW(model.parameters()), method, dist.group.WORLD, overlap=True, consistency_interval=1
     )
     for _ in range(3):
         optimizer.prepare_last_backward()
@@ -371,6 +371,7 @@ def overlapped_with_unused_parameters() -> float:
     return optimizer.stats()["steps"]
 
 
-def test_the_consistency_check_does_not_meet_an_overlapped_exchange(pool2: Pool) -> None:
-    """Ranks whose backward pass completes other chunks would run it at another place among the collectives."""
-    assert pool2(overlapped_with_unused_parameters) == [3.0, 3.0]
+@pytest.mark.parametrize("method", ["dense", "quantized_update"])
+def test_checks_do_not_meet_an_overlapped_exchange(method: str, pool2: Pool) -> None:
+    """Ranks whose backward pass completes other chunks would run them at another place among the collectives."""
+    assert pool2(overlapped_with_unused_parameters, method) == [3.0, 3.0]

@@ -187,7 +187,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.finish_previous_step()
         with self.timer.phase("check"):
             gradients = self._gradients()
-            if self._is_first_step:
+            if self._is_first_step:  # after the chunks that this rank's backward pass has not started
+                if self.options.divides_update:
+                    checks.refuse_converted(self._shards, self.options.method_name(), self.collectives)
                 checks.refuse_unreduced(self._shards, gradients[0], self.collectives)
                 self._is_first_step = False
             complete = self._overlap.complete if self._overlap else ()
@@ -530,7 +532,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if not self._is_first_step:
             return  # the hook stays: PyTorch does not permit its removal while the hooks run
         checks.refuse_synchronized(self._shards)
-        if self.weights or self.options.divides_update:
+        if self.weights:
             checks.refuse_converted(self._shards, self.options.method_name(), self.collectives)
         if self.weights and not self.attempted_steps:
             # Local updates would otherwise send the difference to the weights before as the first displacement.
