@@ -122,7 +122,7 @@ def test_a_file_has_one_shard(pool2: Pool) -> None:
 # ------------------------------------------------------------------------------- calls left in or left out
 
 
-RIGHT = ("right", "zeroed", "data zeroed", "set to none", "closure", "second gradient")
+RIGHT = ("right", "zeroed", "data zeroed", "set to none", "closure", "second gradient", "flushed")
 
 
 def warned(loop: str) -> str:
@@ -138,7 +138,8 @@ def warned(loop: str) -> str:
             loss_of(model, 2 * step + part, dist.get_rank()).backward()
 
     with logged() as lines:
-        optimizer = make_optimizer(model, "sparta" if loop == "no length" else "dense", total_steps=steps)
+        method = {"no length": "sparta", "flushed": "quantized"}.get(loop, "dense")
+        optimizer = make_optimizer(model, method, total_steps=steps)
         if loop == "replaced":
             model.load_state_dict({name: values.clone() for name, values in model.state_dict().items()}, assign=True)
         for step in range(3):
@@ -149,6 +150,9 @@ def warned(loop: str) -> str:
             if "clipped" in loop:
                 nn.utils.clip_grad_norm_(model.parameters(), 1e6)
             optimizer.step()
+            if loop == "flushed":
+                optimizer.flush()
+                continue
             if loop == "second gradient":  # such as for a penalty that is logged
                 torch.autograd.grad(model(torch.ones(1, 32)).sum(), list(model.parameters()))
             if "zeroed" in loop:

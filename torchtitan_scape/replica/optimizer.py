@@ -352,7 +352,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Send everything that is pending, if no further step will do it. Collective.
 
-        With per-replica weights this is an exchange alone: the replicas' optimizers do not step.
+        With per-replica weights this is an exchange alone: the replicas' optimizers do not step. Clears the gradients.
         """
         self.joint_calls.expect("flush")
         if self.weights:
@@ -369,6 +369,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             for _ in self.replicas.endpoints:
                 self.stash_replica_gradients()
             self.step()
+            self.zero_grad()  # or the next backward pass adds to what was sent
         self._reshard()
 
     def _local(self, replica: int) -> LocalMethod:
