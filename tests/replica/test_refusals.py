@@ -25,6 +25,8 @@ def refuse(case: str, folder: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    from torchtitan_scape.checkpoint.own_loop import checkpoint_states, load_checkpoint
+
     class Wrapper(DistributedDataParallel):
         pass
 
@@ -92,10 +94,20 @@ def refuse(case: str, folder: str) -> None:
             replicate(model, kind(model.parameters()), "dense", world)
         case "flags":
             replicate(model, torch.optim.AdamW(model.parameters(), maximize=rank == 1), "dense", world)
-        case "shared weights":
+        case "step" | "flush" | "state_dict" | "load_state_dict" | "checkpoint_states" | "load_checkpoint":
             optimizer = make_optimizer(model, "sparta")
+            state = optimizer.state_dict()
             with optimizer.shared_weights():
-                train(model, optimizer, range(1))
+                with optimizer.shared_weights():
+                    pass
+                {
+                    "step": lambda: train(model, optimizer, range(1)),
+                    "flush": optimizer.flush,
+                    "state_dict": optimizer.state_dict,
+                    "load_state_dict": lambda: optimizer.load_state_dict(state),
+                    "checkpoint_states": lambda: checkpoint_states(model, optimizer),
+                    "load_checkpoint": lambda: load_checkpoint(folder, model, optimizer),
+                }[case]()
         case "dcp":
             dcp.save({"optimizer": make_optimizer(model, "topk")}, checkpoint_id=folder)
         case "foreign":
@@ -190,7 +202,12 @@ REFUSALS = {
     "sparse": "SparseAdam needs sparse gradients",
     "classes": "optimizer='Adam.*every replica needs the same model, optimizer and options",
     "flags": "maximize of group 0=(True|False).*every replica needs the same",
-    "shared weights": r"step\(\) was called inside shared_weights\(\)",
+    "step": r"step\(\) was called inside shared_weights\(\), .*; leave it first",
+    "flush": r"flush\(\) was called inside shared_weights\(\)",
+    "state_dict": r"state_dict\(\) was called inside shared_weights\(\)",
+    "load_state_dict": r"load_state_dict\(\) was called inside shared_weights\(\)",
+    "checkpoint_states": r"checkpoint_states\(\) was called inside shared_weights\(\)",
+    "load_checkpoint": r"load_checkpoint\(\) was called inside shared_weights\(\)",
     "dcp": r"the others' state would be lost; save checkpoint_states\(model, optimizer\)",
     "ddp with a hook": "accepted",
     "ddp around it": "the parameters belong to a DistributedDataParallel module",

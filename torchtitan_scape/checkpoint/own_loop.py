@@ -57,6 +57,7 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
     """
     if residual not in RESIDUALS:
         raise ValueError(f"residual is {residual!r}; it must be one of {', '.join(RESIDUALS)}")
+    optimizer.refuse_inside_shared_weights("checkpoint_states")
     optimizer.joint_calls.expect("checkpoint_states")
     optimizer.check_parameters(optimizer.attempted_steps)
     layout = _layout_of(optimizer)
@@ -80,6 +81,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: ReplicaOptimizer) ->
     Raises:
         ValueError: the checkpoint is incomplete, or of another model. There are no checksums.
     """
+    optimizer.refuse_inside_shared_weights("load_checkpoint")
     if not {MODEL, OPTIMIZER, RUN_METADATA} <= names_in(path):
         raise ValueError(
             f"{path} lacks {sorted({MODEL, OPTIMIZER, RUN_METADATA} - names_in(path))[0]!r}, which checkpoint_states() "

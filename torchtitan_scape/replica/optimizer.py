@@ -177,8 +177,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "torch.amp.GradScaler is not supported: it skips a step on some ranks only; train in BF16 without it"
             )
-        if self._shows_shared_weights:
-            raise ValueError("step() was called inside shared_weights(), which restores the weights; leave it first")
+        self.refuse_inside_shared_weights("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -354,6 +353,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
         With per-replica weights this is an exchange alone: the replicas' optimizers do not step. Clears the gradients.
         """
+        self.refuse_inside_shared_weights("flush")
         self.joint_calls.expect("flush")
         if self.weights:
             self.request_full_exchange()
@@ -380,7 +380,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Inside, the model contains the weights of `saved_model`: for evaluation and export. Collective."""
-        if not self.weights:
+        if not self.weights or self._shows_shared_weights:
             self.wait_for_weights()
             yield
             return
@@ -393,6 +393,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         finally:
             self._shows_shared_weights = False
             self.replace_weights(kept)
+
+    def refuse_inside_shared_weights(self, call: str) -> None:
+        """Raise ValueError for a function that needs the replica's own weights in the model."""
+        if self._shows_shared_weights:
+            raise ValueError(
+                f"{call}() was called inside shared_weights(), where the model does not contain the replica's own "
+                "weights; leave it first"
+            )
 
     @torch.no_grad()
     def replace_weights(self, values: list[Tensor]) -> None:
@@ -455,6 +463,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             ValueError: called by `torch.distributed.checkpoint`, which would lose the state of other replicas; or, on
                 the first rank, not called on all ranks although each needs its own state.
         """
+        self.refuse_inside_shared_weights("state_dict")
         self.finish_previous_step()
         if self.collectives.replicas > 1:
             checks.refuse_dcp(sys._getframe(1).f_globals["__name__"])
@@ -501,6 +510,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if the state of one is of another layout, replica or method, or of other options.
         """
+        self.refuse_inside_shared_weights("load_state_dict")
         saved = state_dict.get("replica")
         checks.raise_on_all_ranks(self.collectives, checks.state_mismatch(saved, self._layout()))
         assert saved is not None
