@@ -100,6 +100,53 @@ def test_replicas_start_from_weights_that_were_loaded_later(method: str, pool2: 
         assert found == pytest.approx([7.0]) and "all replicas start from those of the first one" in log
 
 
+def errors_of_unequal_replicas() -> list[str]:
+    """Return the errors of a step and of a save after rank 1 alone has changed its weights."""
+    from torchtitan_scape.checkpoint.own_loop import checkpoint_states
+    from torchtitan_scape.core.consistency import ReplicasDifferError
+
+    errors = []
+    for steps in (0, 1):
+        model = make_model()
+        optimizer = make_optimizer(model, "dense")
+        train(model, optimizer, range(steps))
+        with torch.no_grad():
+            model[0].weight += dist.get_rank()
+        try:
+            train(model, optimizer, range(1)) if steps == 0 else checkpoint_states(model, optimizer)
+            errors.append("")
+        except ReplicasDifferError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_weights_of_one_rank_are_refused_in_the_first_step_and_in_checkpoints(pool2: Pool) -> None:
+    for errors in pool2(errors_of_unequal_replicas):
+        for error in errors:
+            assert error.startswith("step 1: ranks 0 and 1 differ in '0.weight'"), error
+            assert "weights were loaded or changed on some ranks only" in error
+
+
+def continued(method: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of a plain loop, and those with `replicate` and one replica from its third step."""
+    group, ends = dist.new_group([dist.get_rank()], use_local_synchronization=True), []
+    for wrapped in (False, True):
+        model = make_model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            if wrapped and step == 2:
+                optimizer = replicate(model, optimizer, method, group, total_steps=5)
+            train(model, optimizer, range(step, step + 1))
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("method", ["quantized", "quantized_update"])
+def test_the_moments_of_a_run_without_replicate_continue(method: str, pool2: Pool) -> None:
+    for plain, with_one_replica in pool2(continued, method):
+        assert torch.equal(plain, with_one_replica)
+
+
 def accumulated(method: str, parts: int, overlap: bool) -> torch.Tensor:
     model = make_model()
     optimizer = make_optimizer(model, method, overlap=overlap)

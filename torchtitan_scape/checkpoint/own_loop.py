@@ -54,12 +54,15 @@ def checkpoint_states(model: nn.Module, optimizer: ReplicaOptimizer, residual: s
     Raises:
         ValueError: an unknown `residual`.
         DamagedParametersError: on every rank, if parameters are not finite or far too large.
+        ReplicasDifferError: on every rank, if replicas differ, unless `consistency_interval` is 0.
     """
     if residual not in RESIDUALS:
         raise ValueError(f"residual is {residual!r}; it must be one of {', '.join(RESIDUALS)}")
     optimizer.refuse_inside_shared_weights("checkpoint_states")
     optimizer.joint_calls.expect("checkpoint_states")
     optimizer.check_parameters(optimizer.attempted_steps)
+    if optimizer.consistency_interval:
+        optimizer.check_consistency(optimizer.attempted_steps)
     layout = _layout_of(optimizer)
     return {
         MODEL: ModelCheckpoint(_ModelState(model), optimizer, layout),

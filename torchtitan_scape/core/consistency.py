@@ -156,9 +156,10 @@ def check_replicas_equal(
     message = f"step {step}: " + "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
     if not repair or not all(good for _, good in reports):
         raise ReplicasDifferError(
-            f"{message}: replicas must be bitwise equal, so memory or a computation has failed there"
+            f"{message}: replicas must be bitwise equal, so memory or a computation has failed there, or weights were "
+            "loaded or changed on some ranks only"
             + (" (on_inconsistency = 'repair' needs a majority)" if repair else "")
-            + ". Every checkpoint is checked before it is written: the last one is valid, restart from it"
+            + ". The trainer and checkpoint_states() check before they save: restart from the last checkpoint"
         )
     for finding in findings:
         _repair(finding, collectives, device, group_rank)

@@ -57,6 +57,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     Attributes:
         inner: the wrapped optimizer.
         options: the method's options, with values chosen for this model (`MethodOptions.resolve`).
+        consistency_interval: see `replicate`.
         methods: one per replica of this process.
         guard: the check for non-finite gradients.
         sharding: replaces FSDP2's collectives, if configured.
@@ -107,7 +108,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         device = self._shards[0].device
         self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.clip_factor = torch.ones((), dtype=torch.float32, device=device)
-        self.timer, self._consistency_interval = PhaseTimer(device), consistency_interval
+        self.timer, self.consistency_interval = PhaseTimer(device), consistency_interval
         # The shapes of the first rank's shards on all ranks, so that all choose the same options.
         shapes = local_shapes([tuple(shard.parameter.shape) for shard in self._shards], self.collectives.model_ranks)
         self.options = options.resolve(shapes, self.collectives.replicas)
@@ -190,7 +191,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 if self.options.divides_update:
                     checks.refuse_converted(self._shards, self.options.method_name(), self.collectives)
                 checks.refuse_unreduced(self._shards, gradients[0], self.collectives)
-                self._is_first_step = False
             complete = self._overlap.complete if self._overlap else ()
             was_sent = self._overlap is not None and self._overlap.active
             applied = self.guard.check([gradient for row in gradients for gradient in row], complete, was_sent)
@@ -214,8 +214,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.sharding.version.changed()  # a delayed exchange may land at a step that is skipped
         else:
             self.sharding.version.changed_if(self.guard.last_applied)
-        if self._consistency_interval and self.attempted_steps % self._consistency_interval == 0:
+        if (interval := self.consistency_interval) and (self._is_first_step or self.attempted_steps % interval == 0):
             self.check_consistency(self.attempted_steps)
+        self._is_first_step = False
         # Here, because the wrapped optimizer may step on parts of the parameters, or not at all.
         if hooks := list(self.inner._optimizer_step_post_hooks.values()):
             self.wait_for_weights()

@@ -63,7 +63,8 @@ def replicate(
             do not change gradients after it, and call `finish_previous_step()` before other code than the next forward
             pass reads weights.
         max_skipped_steps: raise `NonFiniteGradientError` after so many steps in a row with a non-finite gradient.
-        consistency_interval: steps between two calls of `check_consistency`, which waits for the device; 0 for none.
+        consistency_interval: steps between two calls of `check_consistency`, which waits for the device; 0 for none,
+            also after the first step and in `checkpoint_states`.
         kernels: "auto" (Triton on a GPU, PyTorch on a CPU), "triton" or "torch".
 
     Raises:
