@@ -113,7 +113,10 @@ def test_transposed_weights_train_or_are_refused_at_construction(pool2: Pool) ->
 
 
 def test_muon_refuses_steps_on_parameters_in_bf16() -> None:
-    optimizer = Muon(list(Scaled().bfloat16().named_parameters()))
+    model = Scaled()
+    optimizer = Muon(list(model.named_parameters()))
+    optimizer.check_dtypes()  # as `replicate` does
+    model.bfloat16()
     with pytest.raises(ValueError, match=r"Muon needs parameters in FP32, and 'scale' is torch.bfloat16"):
         optimizer.step()
 

@@ -239,7 +239,7 @@ REFUSALS = {
     "state of another method": "the saved state has method='quantized', this run has 'topk'",
     "state of another replica": "the saved state has replica=[01], this run has [01].*load the file that it saved",
     "state of one rank": "the saved state has density=0.5, this run has 0.1",
-    "state of the wrapped optimizer": "the state has no 'replica' entry",
+    "state of the wrapped optimizer": "the state has no 'replica' entry.* optimizer that you pass to replicate",
     "copy": r"would lose the method's state; save optimizer.state_dict\(\)",
     "file": r"would lose the method's state; save optimizer.state_dict\(\)",
     "group": "all parameters must be passed at construction",

@@ -119,7 +119,7 @@ class Muon(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         check_names(self.param_groups)
         self._shards = shards = collect_shards(self.param_groups)
-        self._is_checked = False  # by `check_dtypes`
+        self._is_checked = False  # by `step`, because the model may be converted after `check_dtypes`
         # Sorted by size, so that matrices exchanged together take about the same time.
         self.hidden = sorted(choose_matrices(shards, matrices), key=lambda shard: -shard.entries)
         self._blocks = blocks_of(self.hidden, split)
@@ -184,7 +184,6 @@ class Muon(Optimizer):
                     f"Muon needs parameters in FP32, and {shard.name!r} is {dtype}; keep them in FP32 and compute in "
                     "BF16 by mixed precision or autocast, or use the method 'quantized_update', which adds FP32 copies"
                 )
-        self._is_checked = True
 
     def updates(self, shard: Shard) -> bool:
         """Return whether Muon updates the parameter; if not, AdamW does."""
@@ -215,6 +214,7 @@ class Muon(Optimizer):
         loss = None
         if not self._is_checked:
             self.check_dtypes()
+            self._is_checked = True
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
