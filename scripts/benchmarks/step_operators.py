@@ -258,6 +258,7 @@ def count_step(
     per_node: int = 1,
     early: bool = False,
     muon: bool = False,
+    full: bool = False,
     **options: Any,
 ) -> StepCount:
     """Return the counts of a step in the steady state, by one of N replicas on parameters without values.
@@ -265,6 +266,7 @@ def count_step(
     Args:
         early: The exchange starts before the check for non-finite gradients, all chunks at once.
         muon: The optimizer is Muon instead of AdamS.
+        full: The exchange is a full one, as in the last step of a run.
     """
     counter, entry = StepCounter(), METHODS[name]
     tensors = [nn.Parameter(torch.empty(shape, device=META)) for shape in model.shapes]
@@ -288,6 +290,8 @@ def count_step(
         is_prepared = holds_state or name == "radius" or getattr(method.options, "whiten_every", 0)
         for before in range(inner, number) if isinstance(method, LocalMethod) else (1, 2, 3) if is_prepared else ():
             _take(method, model, StepInfo(before, applied), StepCounter())
+        if full:
+            method.request_full_exchange()
         counter.count = StepCount()
         _take(method, model, StepInfo(number, applied), counter, early)
         if holds_state:  # the kernels of SCAPE receive addresses of tensors, and lists of tiles

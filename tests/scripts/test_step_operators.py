@@ -7,9 +7,10 @@ import pytest
 
 from scripts.benchmarks.record_steps import CASES, SETTINGS, record
 from scripts.benchmarks.step_operators import StepCount, count_step, count_whole_step
-from torchtitan_scape.core.workloads import Workload, get_workload
+from torchtitan_scape.core.workloads import LocalModel, Workload, get_workload
 from torchtitan_scape.methods.options import STORED
 from torchtitan_scape.methods.registry import METHODS
+from torchtitan_scape.topology.partition import chunk_limit
 
 MODEL, DEEPER = (Workload("tiny", layers, 256, 4, 2, 512, 1000, 64, 64).local(1) for layers in (4, 8))
 
@@ -46,6 +47,13 @@ def test_the_backends_take_the_same_collectives() -> None:
 def test_sparta_moves_at_most_1_3_times_the_minimum(replicas: int) -> None:
     """Of a third of the entries: anchor and parameter are read, then read and written, and an owner's errors too."""
     assert per_parameter(count_step("sparta", MODEL, replicas)) <= 1.3 * (24 + 16 / replicas) / 3
+
+
+@pytest.mark.parametrize("name", ["sparta", "quantized"])
+def test_a_full_exchange_has_the_buffers_of_two_chunks_in_fp32(name: str) -> None:
+    """It had those of chunks as long as the encoded ones, up to a fifth of the model each, of several buffers."""
+    model, replicas = LocalModel.of_shapes([(1 << 14, 1 << 14)] * 4), 16
+    assert count_step(name, model, replicas, full=True).peak < 20 * 2 * chunk_limit(model.entries, replicas)
 
 
 def test_dense_exchanges_in_place() -> None:

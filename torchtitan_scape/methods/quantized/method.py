@@ -46,7 +46,7 @@ class Quantized(ChunkedMethod):
         super().__init__(context, options, self._code, self._exchange.in_place)
         sizes = [shard.size for shard in context.shards]
         # No block contains entries of two parameters. Steps in FP32 have smaller chunks, because these have buffers.
-        in_fp32 = chunks_of(sizes, self.collectives.chunk_limit(sum(sizes), self._code), options.block)
+        in_fp32 = chunks_of(sizes, self.collectives.chunk_limit(sum(sizes)), options.block)
         self._divisions = {False: (in_fp32, self._coded(in_fp32, False)), True: (self.chunks, self._coded(self.chunks))}
         self._coded_chunks = self._divisions[True][1]  # in this step, of `chunks`
         self._pending = ErrorFeedback.of(context.shards if options.error_feedback else [])

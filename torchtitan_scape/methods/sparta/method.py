@@ -43,7 +43,8 @@ class Sparta(LocalMethod):
     trials the first rule gave the lower loss with 4 replicas, and the second with 8 and 16. If the replicas of a node
     are summed before they are encoded, E_i belongs to the sum, is stored on one rank, and is part of this state.
 
-    A group is divided into the same chunks in every step, including the warm-up, so that the owners never change.
+    A group is divided into the same chunks in every step, including the warm-up, so that the owners never change. Only
+    a full exchange, which leaves no errors, has others.
     """
 
     def __init__(self, context: MethodContext, options: SpartaOptions) -> None:
@@ -66,8 +67,13 @@ class Sparta(LocalMethod):
         # Blocks have the numbers that they have without a pipeline.
         blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
         self._first_block = sum(blocks[:stage])
-        limit = self.collectives.chunk_limit(sum(s.size for s in shards), code)
-        self._chunks = [self._chunks_of(group, limit) for group in range(options.interval)]
+        # Exchanges in FP32 have buffers, and smaller chunks.
+        entries = sum(s.size for s in shards)
+        limits = {True: self.collectives.chunk_limit(entries, code), False: self.collectives.chunk_limit(entries)}
+        self._chunks = {
+            encodes: [self._chunks_of(group, limit, encodes) for group in range(options.interval)]
+            for encodes, limit in limits.items()
+        }
         self._stored_tensors = StoredTensors(shards)
         for kind, tensors in ((FIRST, self._anchors), (OWNER_ERROR, self._owner_error)):
             if tensors:
@@ -76,7 +82,7 @@ class Sparta(LocalMethod):
         self._loaded_groups: set[int] = set()
         self._sent_groups: set[int] = set()
 
-    def _chunks_of(self, group: int, limit: int) -> list[CodedChunk]:
+    def _chunks_of(self, group: int, limit: int, encodes: bool) -> list[CodedChunk]:
         """Return the chunks of a block group."""
         interval, coded = self.options.interval, []
         parts = slices_of_group([s.size for s in self.context.shards], interval, group, self._first_block)
@@ -86,7 +92,7 @@ class Sparta(LocalMethod):
                 part, blocks = parts[s.tensor], s.first // BLOCK * interval
                 first, stride = (part.first + blocks) * BLOCK, interval * BLOCK
                 slices.append(BlockSlice(part.shard, first, s.length, stride, s.at // BLOCK))
-            coded.append(self._exchange.chunk(slices, chunk.entries))
+            coded.append(self._exchange.chunk(slices, chunk.entries, encodes))
         return coded
 
     def block_groups(self, number: int) -> range:
@@ -104,7 +110,7 @@ class Sparta(LocalMethod):
         started = (
             self._exchange.start(chunk, not flush, errors_elsewhere=group in self._loaded_groups)
             for group in groups
-            for chunk in self._chunks[group]
+            for chunk in self._chunks[not flush][group]
         )
         double_buffered((sent.handle, partial(self._exchange.finish, sent, info.applied)) for sent in started)
         self._sent_groups = set(groups)
