@@ -1,9 +1,12 @@
 """Bases of equal variance for the gradients of Muon's matrices, and the precision of their products."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtitan_scape.core.parameters import collect_shards
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.methods.quantized_update import bases
 from torchtitan_scape.methods.quantized_update.bases import (
@@ -42,6 +45,24 @@ def ill_conditioned(shape: tuple[int, ...], generator: torch.Generator) -> Tenso
 def gradients(step: int, replica: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + replica)
     return [ill_conditioned(shape, generator).view(-1) for shape in SHAPES.values()]
+
+
+def test_an_owner_computes_all_its_bases_before_the_first_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between broadcasts they waited for those of other owners: all matrices were computed one after the other."""
+    order = []
+    ranks = SimpleNamespace(replica=0, broadcast_from=lambda *_: order.append("broadcast"))
+    shards = collect_shards([{"params": [nn.Parameter(torch.ones(4, 8)) for _ in range(4)]}])
+    owners = {shard.name: number % 2 for number, shard in enumerate(shards)}
+    whitening = bases.WhiteningBases(shards, owners, ranks, every=10)  # type: ignore[arg-type]
+    computed = bases.inverse_root
+
+    def recorded(moment: Tensor) -> Tensor:
+        order.append("basis")
+        return computed(moment)
+
+    monkeypatch.setattr(bases, "inverse_root", recorded)
+    whitening.change({shard.name: torch.ones(4, 8) for shard in shards}, APPLIED)
+    assert order == ["basis"] * 2 + ["broadcast"] * 4
 
 
 def test_the_rotation_is_orthogonal_and_mixes_all_entries() -> None:

@@ -209,9 +209,15 @@ class WhiteningBases:
             residuals: By name, in the bases; changed in place.
             applied: Nothing changes unless it is True, bool ().
         """
+        # First all own ones: behind a broadcast they would wait for other owners, one after the other.
+        own = {
+            name: [side.whitening() for side in basis.whitened]
+            for name, basis in self.bases.items()
+            if self._owns(name)
+        }
         for name, basis in self.bases.items():
-            sides, owns = basis.whitened, self._owns(name)
-            message = torch.cat([(side.whitening() if owns else side.forward).flatten() for side in sides])
+            sides = basis.whitened
+            message = torch.cat([each.flatten() for each in own.pop(name, [side.forward for side in sides])])
             self._collectives.broadcast_from(message.view(torch.uint8), self._owners[name], "basis")
             parts = message.split([side.forward.numel() for side in sides])
             forward = [part.view_as(side.forward) for part, side in zip(parts, sides, strict=True)]
