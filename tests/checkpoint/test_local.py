@@ -2,17 +2,22 @@
 
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.checkpoint.runs import SAVING, WHERE, first_halves, largest, pool_of, run, whole
 from tests.marks import slow
 from tests.pool import Pool
 from tests.training import LAYOUTS, METHODS, RECIPE
+from torchtitan_scape.checkpoint.state import states
+from torchtitan_scape.methods.interface import State
+from torchtitan_scape.sharding.base import Sharding
 
 # After step 6 in the middle of a round; of "streaming" and "co2" an exchange is in flight.
 LOCAL = {
@@ -36,6 +41,26 @@ HERE = METHODS | LOCAL | {"signs": [*METHODS["adams"], *SIGNS]}
 DISPLACEMENTS = ("residual", "owner_error", "displacement_in_flight")
 KINDS = ("anchor", "parameters", "exp_avg", "exp_avg_sq", "outer_momentum", "in_flight", *DISPLACEMENTS)
 KINDS += ("slow_weights", "slow_momentum")
+
+
+@pytest.mark.parametrize("residual", ["mean", "drop"])
+def test_means_are_kept_on_the_host(residual: str) -> None:
+    """The device had no room for a second copy of weights and moments."""
+    collectives = SimpleNamespace(sum_over_replicas=lambda _: None, replicas=2)
+    with FakeTensorMode():
+        weights = State("replica_weights", {"w": torch.ones(3, device="cuda")}, True, "copy")
+        method = SimpleNamespace(checkpoint_states=lambda _: [weights], owned=None)
+        optimizer: Any = SimpleNamespace(
+            replicas=SimpleNamespace(run=lambda work: [work(0)], endpoints=[]),
+            methods=[method],
+            weights=[],
+            collectives=collectives,
+            guard=SimpleNamespace(usual_norms=[]),
+            sharding=Sharding(),
+            shards=list,
+        )
+        (saved,) = states(optimizer, residual)
+        assert saved.tensors["w"].device.type == "cpu"
 
 
 def means(trainer: Any) -> dict[str, dict[str, Tensor]]:

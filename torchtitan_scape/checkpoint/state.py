@@ -435,7 +435,8 @@ def states(optimizer: ReplicaOptimizer, residual: str) -> list[State]:
     saved = rows_of([_kept([*one, *two], residual) for one, two in zip(each, of_stores, strict=True)])
     for i, state in enumerate(saved):
         if state.per_replica and residual != "exact":
-            means = {name: mean_of_rows(rows, optimizer.collectives) for name, rows in state.tensors.items()}
+            # On the host: the device has no room for another copy of all parameters.
+            means = {name: mean_of_rows(rows, optimizer.collectives).cpu() for name, rows in state.tensors.items()}
             saved[i] = State(state.kind, means, per_replica=False, on_migration=state.on_migration)
     return [*saved, *usual_norms(optimizer), *optimizer.sharding.unsent.states(residual, optimizer.shards())]
 

@@ -286,6 +286,7 @@ class ScapeTrainer(Trainer):
             self.replica_optimizer.flush()  # the step with the full exchange was skipped
         if self.observation is not None:
             self.observation.after_step()
+        self.optimizers.zero_grad()  # their memory is free in checks, saves and validations
         interval, last = self.job_config.sync.consistency_interval, self.step == self.job_config.training.steps
         if (interval and self.step % interval == 0) or self.checkpointer.saves_at(self.step, last):
             self._check_replicas()
