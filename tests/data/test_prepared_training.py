@@ -3,11 +3,14 @@
 import json
 import math
 import shutil
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.checkpoint.runs import MORE
 from tests.data.conftest import tokenizer_in
@@ -16,6 +19,7 @@ from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.data import BYTE_TOKENIZER
+from torchtitan_scape.titan.components import AsyncMode
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
 
@@ -69,21 +73,22 @@ def test_a_resumed_run_on_other_ranks_reads_the_same_global_batches(
 
 
 def test_the_best_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
-    of = {"dataset": "text"}
+    of, steps = {"dataset": "text"}, range(7)
 
     def noted(best: BestCheckpoint, *rows: tuple[int, float, bool], begun: int = 0) -> tuple[int, int | None]:
         for row in rows:
             best.note(*row, begun=begun)
         found = json.loads((tmp_path / "best.json").read_text())
-        assert found["checkpoint_step"] == best.checkpoint_step() == BestCheckpoint(tmp_path, of).checkpoint_step()
+        for one in (best, BestCheckpoint(tmp_path, of)):
+            assert found["checkpoint_step"] == one.checkpoint_step(steps)
         return found["step"], found["checkpoint_step"]
 
     best = BestCheckpoint(tmp_path, of)
-    assert best.checkpoint_step() is None
+    assert best.checkpoint_step(steps) is None
     assert noted(best, (1, 4.0, False), (2, 3.0, True), (3, 2.0, False)) == (3, 2)
     assert noted(best, (4, 2.5, True), (5, math.nan, True), (6, 2.75, True)) == (3, 4)
     # A run resumed from step 2 ignores later validations, one with other data ignores all of them.
-    assert BestCheckpoint(tmp_path, of).checkpoint_step() == 4
+    assert BestCheckpoint(tmp_path, of).checkpoint_step(steps) == 4
     assert noted(BestCheckpoint(tmp_path, of), (4, 3.5, True), begun=2) == (2, 2)
     # A checkpoint may be written after the validation of its step, when data or time end, and then be resumed from.
     best = BestCheckpoint(tmp_path, of)
@@ -94,14 +99,16 @@ def test_the_best_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
     of = {"dataset": "prepared"}
     assert noted(BestCheckpoint(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
     (tmp_path / "best.json").write_text("{")
-    assert BestCheckpoint(tmp_path, of).checkpoint_step() is None
+    assert BestCheckpoint(tmp_path, of).checkpoint_step(steps) is None
 
 
-def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deleted: list[str] = []
     one: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
-    one.keep_latest_k, one.folder, one._being_written = 2, "run", ""
-    one.purge_queue, one.spared = SimpleNamespace(put=deleted.append), lambda: 2
+    one.keep_latest_k, one.folder = 2, "run"
+    one.purge_queue, one.best = SimpleNamespace(put=deleted.append), BestCheckpoint(tmp_path, {})
+    for row in ((1, 3.0), (2, 2.0), (3, 4.0), (5, 1.0)):  # a run was killed while it wrote step 5
+        one.best.note(*row, saved=True, begun=0)
     guard = SimpleNamespace(skipped_in_a_row=1)
     one._optimizers = SimpleNamespace(guard=guard)
     steps = [1, 2, 3, 4]
@@ -115,10 +122,42 @@ def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> 
     assert deleted == ["run/step-1"]
 
 
+@pytest.mark.parametrize("cause", [OSError("the disk is full"), TypeError("a bug")])
+def test_a_save_that_fails_later_is_not_the_best_checkpoint(
+    cause: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """best.json named it, and the best one that exists was deleted in its place."""
+    deleted: list[str] = []
+    one: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
+    one.keep_latest_k, one.folder, one._being_written = 2, "run", 6
+    one.purge_queue, one.best = SimpleNamespace(put=deleted.append), BestCheckpoint(tmp_path, {})
+    one._optimizers = SimpleNamespace(guard=SimpleNamespace(skipped_in_a_row=0))
+    one.async_mode, one.enable_ft_dataloader_checkpoints, one.save_future = AsyncMode.ASYNC, False, Future()
+    steps = [2, 4]
+    one._complete_steps = lambda: steps
+    monkeypatch.setattr("torchtitan_scape.checkpoint.storage.steps_in", lambda folder: steps)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+
+    def best() -> tuple[int, int]:
+        found = json.loads((tmp_path / "best.json").read_text())
+        return found["step"], found["checkpoint_step"]
+
+    for step, loss in ((2, 2.0), (4, 3.0), (6, 1.0)):
+        one.best.note(step, loss, step in steps or one.saved_at(step), begun=0)
+    assert best() == (6, 6)
+    one.save_future.set_exception(CheckpointException("write", {1: (cause, None)}))  # type: ignore[dict-item]
+    with nullcontext() if isinstance(cause, OSError) else pytest.raises(CheckpointException):
+        assert one._earlier_failed()
+    assert best() == (6, 2)
+    steps += [8, 10]
+    one._purge_stale_checkpoints()
+    assert deleted == ["run/step-4"]
+
+
 def test_a_refused_save_is_not_the_best_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best one that exists was deleted in its place, and its export failed."""
     one: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
-    one.folder, one._being_written = "run", "run/step-4"
+    one._being_written = 4
     noted: dict[int, bool] = {}
     best = SimpleNamespace(note=lambda step, loss, saved, begun: noted.update({step: saved}))
     trainer: Any = SimpleNamespace(checkpointer=one, best=best, step=6, steps_taken=6)

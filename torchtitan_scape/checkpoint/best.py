@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ class BestCheckpoint:
             logger.warning(f"{self.path} cannot be read; it is replaced at the next validation")
             return []
 
-    def checkpoint_step(self) -> int | None:
-        """Return the step of the checkpoint with the lowest loss, or None without a checkpoint."""
-        saved = [(loss, step) for step, loss, saved in self._losses if saved]
+    def checkpoint_step(self, steps: Collection[int]) -> int | None:
+        """Return the step of the checkpoint with the lowest loss among these steps, or None without a checkpoint."""
+        saved = [(loss, step) for step, loss, saved in self._losses if saved and step in steps]
         return min(saved)[1] if saved else None
 
     def note(self, step: int, loss: float, saved: bool, begun: int) -> None:
@@ -74,10 +75,18 @@ class BestCheckpoint:
         self._losses = [row for row in self._losses if row[0] != step]
         if math.isfinite(loss):
             self._losses.append([step, loss, saved])
+        self._write()
+
+    def retract(self, step: int) -> None:
+        """Record that the checkpoint of `step` could not be written, and replace the file atomically."""
+        self._losses = [[at, of, saved and at != step] for at, of, saved in self._losses]
+        self._write()
+
+    def _write(self) -> None:
         if not self._losses:
             return
         best_step, best_loss, _ = min(self._losses, key=lambda row: row[1])
-        kept = self.checkpoint_step()
+        kept = self.checkpoint_step([row[0] for row in self._losses])
         content = {
             "step": best_step,
             "validation_loss": best_loss,

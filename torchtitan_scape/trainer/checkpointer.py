@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from torchtitan_scape.checkpoint import storage
+from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.checkpoint.metadata import (
     RUN_METADATA,
     RunMetadata,
@@ -71,14 +72,13 @@ class ReplicaCheckpointer(CheckpointManager):
     folder: str
     stager: Any
     _layout: GlobalLayout
-    # The step of the checkpoint with the lowest validation loss, which is never deleted.
-    spared: Callable[[], int | None] = staticmethod(lambda: None)
+    best: BestCheckpoint | None = None  # Has the checkpoint with the lowest validation loss, which is never deleted.
     total_steps = 0  # of the run
     # What is wrong with the model at the last logged step, "" if nothing is.
     alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
     _optimizers: ReplicaOptimizer
-    _being_written = ""
+    _being_written = -1  # Step of the last save of this run, complete or not.
     # Steps of damaged checkpoints, or newer than `checkpoint.load_step`. They do not count for `keep_latest_k`.
     _not_counted: set[int]
     _saving_group: dist.ProcessGroup | None
@@ -166,8 +166,8 @@ class ReplicaCheckpointer(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """Save with checksums and a manifest. The arguments are those of the parent."""
-        self._being_written = checkpoint_id
-        self._not_counted.discard(int(checkpoint_id.rpartition("-")[2]))
+        self._being_written = int(checkpoint_id.rpartition("-")[2])
+        self._not_counted.discard(self._being_written)
         writer = storage.CheckedWriter(checkpoint_id, shared=self._nodes is None)
         if self._nodes is not None:
             self._nodes.begin(checkpoint_id)
@@ -217,10 +217,13 @@ class ReplicaCheckpointer(CheckpointManager):
         try:
             write()
         except (OSError, CheckpointException) as error:
+            path = self._create_checkpoint_id(self._being_written)
+            if self.best is not None and dist.get_rank() == 0 and not self._is_complete(path):
+                self.best.retract(self._being_written)
             causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
             if not any(isinstance(cause, OSError) for cause, _ in causes):
                 raise
-            path, self.save_future = self._being_written, None
+            self.save_future = None
             text = storage.failure_text(error, path)
             if self._keeps_files and not self._is_complete(path):
                 with suppress(OSError):
@@ -261,7 +264,7 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def saved_at(self, step: int) -> bool:
         """Return whether the last save of this run was that of `step`: `save` may have refused a later one."""
-        return bool(self._being_written) and self._being_written == self._create_checkpoint_id(step)
+        return step == self._being_written
 
     def newest_step(self) -> int:
         """Return the step of the newest complete checkpoint; -1 if there is none or checkpoints are disabled."""
@@ -276,7 +279,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if self.keep_latest_k <= 0 or self._optimizers.guard.skipped_in_a_row:
             return
         if self._nodes is not None:
-            stale = call_on_rank_0(self._stale_checkpoints)  # `spared` is known to rank 0 only
+            stale = call_on_rank_0(self._stale_checkpoints)  # rank 0 alone has the validation losses
         else:
             stale = self._stale_checkpoints() if self._keeps_files else []
         for path in stale if self._keeps_files else ():
@@ -284,14 +287,15 @@ class ReplicaCheckpointer(CheckpointManager):
 
     def _stale_checkpoints(self) -> list[str]:
         try:
-            kept, existing = self._complete_steps()[-self.keep_latest_k :], storage.steps_in(self.folder)
+            complete, existing = self._complete_steps(), storage.steps_in(self.folder)
         except OSError as error:  # for example of a network file system; the save itself succeeded
             logger.warning(f"no older checkpoint is deleted: {self.folder} cannot be listed ({error.strerror})")
             return []
-        if len(kept) < self.keep_latest_k:
+        if len(complete) < self.keep_latest_k:
             return []
-        paths = [self._create_checkpoint_id(step) for step in existing if step < kept[0] and step != self.spared()]
-        return [path for path in paths if path != self._being_written]
+        spared = (self._being_written, None if self.best is None else self.best.checkpoint_step(complete))
+        oldest = complete[-self.keep_latest_k]
+        return [self._create_checkpoint_id(step) for step in existing if step < oldest and step not in spared]
 
     # ------------------------------------------------------------------------------------------ loading
 

@@ -134,7 +134,7 @@ class ScapeTrainer(Trainer):
         validation, compared = self.job_config.validation, ("dataset", "dataset_path", "steps", "seq_len")
         data = {key: getattr(validation, key) for key in compared}
         self.best = BestCheckpoint(Path(self.job_config.job.dump_folder), data)
-        self.checkpointer.spared = self.best.checkpoint_step
+        self.checkpointer.best = self.best
 
     def _resolve_options(self, config: JobConfig) -> None:
         """Replace the method's options by those that are resolved for this model."""
