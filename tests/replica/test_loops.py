@@ -353,6 +353,30 @@ def test_hooks_of_the_wrapped_optimizer_run_after_the_exchange(pool2: Pool) -> N
     assert pool2(clamped, cases) == [[[2, 4, 0.05]] * 5] * 2
 
 
+def calls_of_hooks(methods: list[str]) -> list[list[str]]:
+    """Return the calls of both kinds of hooks in six steps, or the error of the first step."""
+    rows = []
+    for method in methods:
+        model, calls = make_model(), list[str]()
+        optimizer = make_optimizer(model, method)
+        optimizer.inner.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.inner.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        if error := caught(lambda: train(model, optimizer, range(6))):  # noqa: B023
+            calls.append(error)
+        rows.append(calls)
+    return rows
+
+
+def test_hooks_before_a_step_run_or_are_refused(pool2: Pool) -> None:
+    """They never ran with scape, and with onebit_adam only in its warm-up."""
+    other = ("scape", "onebit_adam")
+    methods = [name for name in METHODS if name not in other]
+    for rows in pool2(calls_of_hooks, [*methods, *other]):
+        assert rows[: len(methods)] == [["before", "after"] * 6] * len(methods)
+        for name, calls in zip(other, rows[len(methods) :], strict=True):
+            assert len(calls) == 1 and calls[0].startswith(f"method {name!r} makes the update without the step of Adam")
+
+
 def compiled_step() -> bool:
     ends = []
     for compiled in (False, True):

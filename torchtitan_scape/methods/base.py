@@ -27,7 +27,8 @@ class OptimizerStep:
     """The step of an optimizer on gradients times a factor, which the device can skip.
 
     A kernel multiplies the gradients as it reads them, if it has the optimizer's rule. Otherwise they are multiplied in
-    place before; those of parameters in FP16 as well, whose range a gradient before clipping may exceed.
+    place before, also for pre-hooks of the step, which see them; those of parameters in FP16 as well, whose range a
+    gradient before clipping may exceed.
 
     Args:
         optimizer: The optimizer.
@@ -60,6 +61,7 @@ class OptimizerStep:
         optimizer = self._optimizer
         adamw = self._adamw if self._adamw is not None and self._adamw.has_rule() else None
         multiplies = self.may_multiply and (adamw is not None or hasattr(optimizer, "gradient_factor"))
+        multiplies = multiplies and not optimizer._optimizer_step_pre_hooks
         if factor is not None and not multiplies:
             self._multiply(gradients, factor)
             factor = None

@@ -187,12 +187,14 @@ class Method(ABC):
         gradient_dtype: dtype of the gradients that `step` receives; None for the dtype of the backward pass.
         limits_gradients: True if a replica's gradient is scaled down to a multiple of its usual norm before `step`,
             because the method's state would keep a spike for many steps; see `replica.guard.NormLimits`.
+        steps_optimizer: True if the update is the step of the wrapped optimizer, which runs the hooks before it.
         reads_moments: True if the method computes with the optimizer's moments, so that it depends on its algorithm.
         owned: A `methods.owned.OwnedParts` with the optimizer's state, if the options say `divides_update`.
     """
 
     gradient_dtype: ClassVar[torch.dtype | None] = torch.float32
     limits_gradients: ClassVar[bool] = True
+    steps_optimizer: ClassVar[bool] = True
     reads_moments: ClassVar[bool] = False
     owned: Any = None
 

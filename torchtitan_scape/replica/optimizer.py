@@ -178,6 +178,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "torch.amp.GradScaler is not supported: it skips a step on some ranks only; train in BF16 without it"
             )
+        if self.inner._optimizer_step_pre_hooks and not self.methods[0].steps_optimizer:
+            raise ValueError(
+                f"method {self.options.method_name()!r} makes the update without the step of "
+                f"{type(self.inner).__name__}, so that its pre-hooks could not change the gradients; register them on "
+                "the optimizer that replicate() returns, where they run before the exchange"
+            )
         self.refuse_inside_shared_weights("step")
         loss = None
         if closure is not None:

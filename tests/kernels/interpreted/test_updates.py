@@ -86,8 +86,13 @@ def test_hooks_and_own_steps_of_the_optimizer_are_not_changed() -> None:
     assert calls == ["adamw"] * 2
     adams = AdamS([("weight", weight)], kernels="triton")
     optimizer = replicate(model, adams, {"method": "dense"}, kernels="triton", max_norm=1e-3)
-    weight.grad = torch.ones(64)
-    optimizer.step()
+    norms = list[float]()
+    hook = adams.register_step_pre_hook(lambda *_: norms.append(float(weight.grad.norm())))  # type: ignore[union-attr]
+    for _ in range(2):
+        weight.grad = torch.ones(64)
+        optimizer.step()
+        hook.remove()
+    assert norms == [pytest.approx(1e-3)]  # of the clipped gradient
     before = adams.state[weight]["exp_avg"].clone()
     adams.step()
     torch.testing.assert_close(adams.state[weight]["exp_avg"], 0.9 * before + 0.1 * torch.ones(64))

@@ -41,6 +41,7 @@ class OnebitAdam(Quantized):
     """
 
     reads_moments = True
+    steps_optimizer = False  # not after the warm-up
 
     def __init__(self, context: MethodContext, options: OnebitAdamOptions) -> None:
         super().__init__(context, options.exchange())

@@ -61,6 +61,7 @@ class ScapeMethod(Method):
     """
 
     gradient_dtype = None
+    steps_optimizer = False
     options: ScapeOptions
 
     def __init__(self, context: MethodContext, options: ScapeOptions) -> None:
