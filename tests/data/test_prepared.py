@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.test_indexed import literal
+from tests.logs import logged
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.data import prepared as splits
@@ -381,9 +382,12 @@ def test_a_number_of_batches_or_all_text(tmp_path: Path, tokenizer: Any) -> None
     text.write_text("".join(json.dumps({"text": f"{i}" * 10}) + "\n" for i in range(7)))
     config = config_of(text, dataset="text_files")
     # Twelve bytes a document, sequences of five tokens: four documents are 9 sequences, three are 7 and get the ninth.
-    found = validation_batches(config, 1, 0, tokenizer, 2)
+    with logged() as messages:
+        found = validation_batches(config, 1, 0, tokenizer, 2)
     assert found.rows == [3, 3, 2, 3, 3, 2] and found.bytes_per_token is None
     assert [tokenizer.decode(row) for row in rows(found)][-2:] == ["6666", "3333"]
+    # The ends of both shares, which fill no sequence, are left out: 48 - 9 * 5 and 36 - 7 * 5 tokens.
+    assert messages[-1].endswith("16 sequences, 8 per reader; 0 sequences and 4 tokens are left over")
     assert len(rows(validation_batches(config, 1, 0, tokenizer, 1))) == 16
 
 

@@ -72,11 +72,12 @@ _TITAN = {
     "validation.dataloader": "Not used here",
     "debug": "Seed and deterministic algorithms",
 }
-# and these keys no descriptions.
+# and these keys no descriptions, or one that is not true here.
 _TITAN_KEYS = {
     "optimizer.beta1": "Decay of the first moment",
     "optimizer.beta2": "Decay of the second moment",
     "compile.backend": "Backend of torch.compile",
+    "validation.steps": "Batches of each rank and simulated replica; -1 for all validation data, in equal shares",
 }
 
 

@@ -408,6 +408,10 @@ class TextDataLoader(BaseDataLoader):
         """Return the number of empty documents that this reader has skipped since the start of the run."""
         return self._data.empty
 
+    def tokens_left(self) -> int:
+        """Return the number of tokens that have been read and not yielded: at the end of data, those left out."""
+        return len(self._token_buffer) - self._begin
+
     def state_dict(self) -> dict[str, Any]:
         return {f"dp_rank_{self.rank}": self._position(), "world_size": self.world}
 

@@ -84,11 +84,14 @@ def validation_batches(
     errors: list[str] = []
     cause: ValueError | None = None
     data: FixedBatches | PreparedBatches | list[Rows] = []
+    tails: list[int] = []
     try:
         if prepared:
             data = _prepared(config, tokenizer, readers, world * simulated)
         elif validation.steps == WHOLE:
-            data = [_concatenate(text_loader(*arguments, passes=1), validation.seq_len) for arguments in text]
+            loaders = [text_loader(*arguments, passes=1) for arguments in text]
+            data = [_concatenate(loader, validation.seq_len) for loader in loaders]
+            tails = [loader.tokens_left() for loader in loaders]
         else:
             loaders = [text_loader(*arguments) for arguments in text]
             data = FixedBatches(SimulatedDataLoader(loaders), validation.steps * simulated)
@@ -102,7 +105,7 @@ def validation_batches(
     size = validation.local_batch_size
     batches = [
         ({"input": inputs}, labels)
-        for rows in _equal_shares(dict(zip(readers, data, strict=True)))
+        for rows in _equal_shares(dict(zip(readers, data, strict=True)), dict(zip(readers, tails, strict=True)))
         for inputs, labels in zip(*(part.split(size) for part in rows), strict=True)
     ]
     return FixedBatches(batches, len(batches))
@@ -116,11 +119,14 @@ def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
     return inputs, torch.cat([empty, *(labels for _, labels in batch_list)])
 
 
-def _equal_shares(local_rows: dict[int, Rows]) -> list[Rows]:
-    """Move sequences between readers until each has the same number, because documents differ in length. Collective."""
+def _equal_shares(local_rows: dict[int, Rows], tails: dict[int, int]) -> list[Rows]:
+    """Move sequences between readers until each has the same number, because documents differ in length. Collective.
+
+    tails: The tokens of each reader that fill no sequence, for the log.
+    """
     counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in local_rows.items()})
     share, left = divmod(sum(counts.values()), len(counts))
-    _log_whole_split(share, len(counts), left)
+    _log_whole_split(share, len(counts), left, sum(_gather_by_reader(tails).values()))
     # Copies, because a view is sent with its whole storage.
     surplus = _gather_by_reader(
         {reader: [part[share:].clone() for part in rows] for reader, rows in local_rows.items()}
