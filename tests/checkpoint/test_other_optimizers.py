@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.replica.own_loop import make_model, train, weights
+from tests.replica.own_loop import loss_of, make_model, train, weights
 
 
 class Counting(torch.optim.Optimizer):
@@ -185,6 +185,44 @@ def test_owners_load_the_mean_of_state_that_they_alone_keep(pool2: Pool, tmp_pat
     (first, text), (second, _) = pool2(into_owners, str(tmp_path))
     assert "pending gradients are lost" in text
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_momentum_whose_first_gradient_is_not_dampened(tmp_path: Path) -> None:
+    """State that existed before the first step dampened it, as it did after a save or a load."""
+    from torchtitan_scape import checkpoint_states, load_checkpoint, replicate
+
+    def built(method: str = "dense", momentum: float = 0.9) -> tuple[nn.Module, Any]:
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, dampening=0.5)
+        return model, replicate(model, sgd, method)
+
+    for method in ("quantized_update", "sparta"):
+        with pytest.raises(ValueError, match=r"SGD with dampening .* set dampening = 0"):
+            built(method)
+        built(method, momentum=0.0)
+    model, optimizer = built()
+    saved = checkpoint_states(model, optimizer)
+    with pytest.raises(ValueError, match="saves before the first step"):
+        saved["optimizer"].state_dict()
+    plain = make_model()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    ends = []
+    for step in range(4):
+        if step == 2:
+            dcp.save(saved, checkpoint_id=tmp_path)
+            model, optimizer = built()
+            load_checkpoint(str(tmp_path), model, optimizer)
+        for each, stepping in ((model, optimizer), (plain, sgd)):
+            loss_of(each, step, 0).backward()  # type: ignore[arg-type]
+            stepping.step()
+            stepping.zero_grad()
+        ends.append(torch.equal(weights(model), weights(plain)))
+    assert ends == [True] * 4
+    other = torch.optim.AdamW((model := make_model()).parameters())
+    optimizer = replicate(model, other, "dense")
+    dcp.save(checkpoint_states(model, optimizer), checkpoint_id=tmp_path / "other")
+    with pytest.raises(ValueError, match="loads from another method or optimizer"):
+        load_checkpoint(str(tmp_path / "other"), *built())
 
 
 def test_owners_refuse_an_optimizer_inside_another() -> None:

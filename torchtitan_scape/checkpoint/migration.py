@@ -331,8 +331,9 @@ def _load_dense_state(optimizer: ReplicaOptimizer, reader: StateReader) -> bool:
     """Load the optimizer's state as it is, if both runs have it in PyTorch's form and of one class; return whether."""
     if not has_dense_state(optimizer):
         return False
-    state = dense_state(optimizer)  # creates the optimizer's state if there is none
-    if not (reader.has_dense_state and reader.same_class):
+    as_saved = reader.has_dense_state and reader.same_class
+    state = dense_state(optimizer, to_load=as_saved)  # creates the optimizer's state if there is none
+    if not as_saved:
         return False
     reader.fill(state)
     for shard in optimizer.shards():  # tensors were read in place, other values into `state`

@@ -405,10 +405,10 @@ def stores(optimizer: ReplicaOptimizer) -> list[Any]:
     return optimizer.weights or [method.owned for method in optimizer.methods if method.owned is not None]
 
 
-def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
+def dense_state(optimizer: ReplicaOptimizer, to_load: bool = False) -> dict[str, Any]:
     """Return the wrapped optimizer's state by name ("state.PARAMETER.exp_avg"); empty if `states` contains it.
 
-    This makes an optimizer create its state if it has not taken a step yet.
+    This makes an optimizer create its state if it has not taken a step yet; `to_load` as in `create_state`.
 
     Raises:
         ValueError: the optimizer has no state yet, and it does not start from zeros.
@@ -416,7 +416,7 @@ def dense_state(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     if not has_dense_state(optimizer):
         return {}
     if not optimizer.inner.state:
-        create_state(optimizer.inner)
+        create_state(optimizer.inner, to_load)
     of_parameter = {shard.name: optimizer.inner.state.get(shard.parameter, {}) for shard in optimizer.shards()}
     return {f"state.{name}.{key}": value for name, state in of_parameter.items() for key, value in state.items()}
 

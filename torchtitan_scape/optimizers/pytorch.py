@@ -44,15 +44,18 @@ def state_by_kind(
     return moments, others
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
+def create_state(optimizer: torch.optim.Optimizer, to_load: bool = False) -> None:
     """Make an optimizer create the state that parameters lack, as it is before the first step.
 
     PyTorch creates it in `step` alone: this takes a step of length 0 with zero gradients, and resets what it counted.
     Neither weights, param groups nor the state of other parameters change, also if an optimizer stores counters in its
     param groups, or changes weights although its rates are 0.
 
+    Args:
+        to_load: All of it is loaded before the next step.
+
     Raises:
-        ValueError: the state of this class does not start from zeros.
+        ValueError: the state of this class, or with these rates, does not start from zeros.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     without = [p for p in parameters if not optimizer.state.get(p)]
@@ -62,6 +65,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} keeps state that does not start from zeros, which checkpoints and some "
             "methods need; use another optimizer, such as AdamW"
+        )
+    if not to_load and any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} with dampening does not dampen its first gradient, so that its momentum does "
+            "not start from zeros. Methods with state of each replica need that, and so do saves before the first step "
+            "and loads from another method or optimizer; set dampening = 0"
         )
     neutral = {"lr": 0.0, "weight_decay": 0.0, "eps": 0.7310585786}  # with eps = 0 the step would compute 0 / 0
     kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
