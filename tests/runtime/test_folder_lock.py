@@ -35,7 +35,8 @@ def test_a_second_run_is_refused_and_names_the_first(
     other: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.3)
-    with pytest.raises(ValueError, match=f"is in use by process {other.pid} on .*, started 0 min ago; .*dump_folder"):
+    message = f"is in use by process {other.pid} on .*, started 0 min ago; .*dump_folder.* delete .*run.lock"
+    with pytest.raises(ValueError, match=message):
         FolderLock(tmp_path)
 
 

@@ -338,6 +338,7 @@ class OptimizerCheckpoint(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         optimizer, layout = self._optimizer, self._layout
+        optimizer.refuse_inside_shared_weights("dcp.save")
         optimizer.finish_previous_step()
         parameters = {shard.name: shard.parameter for shard in optimizer.shards()}
         dense, saved = dense_state(optimizer), states(optimizer, self._residual)

@@ -157,9 +157,9 @@ def check_replicas_equal(
     if not repair or not all(good for _, good in reports):
         raise ReplicasDifferError(
             f"{message}: replicas must be bitwise equal, so memory or a computation has failed there, or weights were "
-            "loaded or changed on some ranks only"
+            "loaded or changed on some ranks only (load them on every rank)"
             + (" (on_inconsistency = 'repair' needs a majority)" if repair else "")
-            + ". The trainer and checkpoint_states() check before they save: restart from the last checkpoint"
+            + ". The trainer and replicate() check before a save: restart from the last checkpoint"
         )
     for finding in findings:
         _repair(finding, collectives, device, group_rank)

@@ -512,7 +512,7 @@ def state_mismatch(saved: dict[str, Any] | None, present: dict[str, Any]) -> str
         return (
             "the state has no 'replica' entry; save what ReplicaOptimizer.state_dict() returns, each rank its own "
             "(helpers that gather optimizer state by parameter drop the method's state). Load the state of a run "
-            "without replicate() into the optimizer that you pass to replicate(), before the call"
+            "that was trained without replicate() into the optimizer that you pass to replicate(), before the call"
         )
     for key, value in present.items():
         if saved["layout"].get(key) == value:

@@ -358,7 +358,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Send everything that is pending, if no further step will do it. Collective.
 
-        With per-replica weights this is an exchange alone: the replicas' optimizers do not step. Clears the gradients.
+        With per-replica weights this is an exchange alone: the replicas' optimizers do not step. Clears the gradients
+        that it has sent.
         """
         self.refuse_inside_shared_weights("flush")
         self.joint_calls.expect("flush")

@@ -39,7 +39,8 @@ class FolderLock:
         except Timeout:
             raise ValueError(
                 f"{folder} is in use by {self._holder()}; wait for its end, or choose another folder with "
-                "--job.dump_folder"
+                f"--job.dump_folder. A file system may keep the lock of a host that was lost: delete {self._files[0]} "
+                "if the process no longer exists"
             ) from None
         except OSError:
             if self._lock.is_locked:

@@ -68,11 +68,10 @@ class Sparta(LocalMethod):
         blocks, stage = self.collectives.gather_from_stages(count_blocks([s.size for s in context.shards]))
         self._first_block = sum(blocks[:stage])
         # Exchanges in FP32 have buffers, and smaller chunks.
-        entries = sum(s.size for s in shards)
-        limits = {True: self.collectives.chunk_limit(entries, code), False: self.collectives.chunk_limit(entries)}
+        limit = partial(self.collectives.chunk_limit, sum(s.size for s in shards))
         self._chunks = {
-            encodes: [self._chunks_of(group, limit, encodes) for group in range(options.interval)]
-            for encodes, limit in limits.items()
+            encodes: [self._chunks_of(group, most, encodes) for group in range(options.interval)]
+            for encodes, most in ((True, limit(code)), (False, limit()))
         }
         self._stored_tensors = StoredTensors(shards)
         for kind, tensors in ((FIRST, self._anchors), (OWNER_ERROR, self._owner_error)):
