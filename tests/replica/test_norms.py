@@ -168,6 +168,7 @@ def damaged_state(kind: str, value: float, folder: str) -> str:
     """Return the error of a save after rank 1's state was damaged."""
     model = make_model()
     optimizer = make_optimizer(model, "quantized" if kind == "residual" else "dense")
+    optimizer.consistency_interval = 0  # or the comparison finds damage of one replica first
     for number in range(1, 4):
         loss_of(model, number, dist.get_rank()).backward()
         optimizer.step()
