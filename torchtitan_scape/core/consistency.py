@@ -159,7 +159,7 @@ def check_replicas_equal(
             f"{message}: replicas must be bitwise equal, so memory or a computation has failed there, or weights were "
             "loaded or changed on some ranks only (load them on every rank)"
             + (" (on_inconsistency = 'repair' needs a majority)" if repair else "")
-            + ". The trainer and replicate() check a checkpoint before it is written: the last one is valid, restart from it"
+            + ". Checkpoints of the trainer and of replicate() are checked: the last one is valid, restart from it"
         )
     for finding in findings:
         _repair(finding, collectives, device, group_rank)
