@@ -94,9 +94,9 @@ def refuse(case: str, folder: str) -> None:
             replicate(model, kind(model.parameters()), "dense", world)
         case "flags":
             replicate(model, torch.optim.AdamW(model.parameters(), maximize=rank == 1), "dense", world)
-        case "step" | "flush" | "state_dict" | "load_state_dict" | "checkpoint_states" | "load_checkpoint":
+        case "step" | "flush" | "state_dict" | "load_state_dict" | "checkpoint_states" | "load_checkpoint" | "dcp.save":
             optimizer = make_optimizer(model, "sparta")
-            state = optimizer.state_dict()
+            state, states = optimizer.state_dict(), checkpoint_states(model, optimizer)
             with optimizer.shared_weights():
                 with optimizer.shared_weights():
                     pass
@@ -107,6 +107,7 @@ def refuse(case: str, folder: str) -> None:
                     "load_state_dict": lambda: optimizer.load_state_dict(state),
                     "checkpoint_states": lambda: checkpoint_states(model, optimizer),
                     "load_checkpoint": lambda: load_checkpoint(folder, model, optimizer),
+                    "dcp.save": states["optimizer"].state_dict,  # of states from outside
                 }[case]()
         case "dcp":
             dcp.save({"optimizer": make_optimizer(model, "topk")}, checkpoint_id=folder)
@@ -207,6 +208,7 @@ REFUSALS = {
     "state_dict": r"state_dict\(\) was called inside shared_weights\(\)",
     "load_state_dict": r"load_state_dict\(\) was called inside shared_weights\(\)",
     "checkpoint_states": r"checkpoint_states\(\) was called inside shared_weights\(\)",
+    "dcp.save": r"dcp\.save\(\) was called inside shared_weights\(\)",
     "load_checkpoint": r"load_checkpoint\(\) was called inside shared_weights\(\)",
     "dcp": r"the others' state would be lost; save checkpoint_states\(model, optimizer\)",
     "ddp with a hook": "accepted",

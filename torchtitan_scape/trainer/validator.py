@@ -122,11 +122,14 @@ def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
 def _equal_shares(local_rows: dict[int, Rows], tails: dict[int, int]) -> list[Rows]:
     """Move sequences between readers until each has the same number, because documents differ in length. Collective.
 
-    tails: The tokens of each reader that fill no sequence, for the log.
+    Args:
+        local_rows: The sequences of each reader of this rank.
+        tails: Its tokens that fill no sequence, for the log.
     """
-    counts = _gather_by_reader({reader: len(labels) for reader, (_, labels) in local_rows.items()})
+    sizes = _gather_by_reader({reader: (len(labels), tails[reader]) for reader, (_, labels) in local_rows.items()})
+    counts = {reader: count for reader, (count, _) in sizes.items()}
     share, left = divmod(sum(counts.values()), len(counts))
-    _log_whole_split(share, len(counts), left, sum(_gather_by_reader(tails).values()))
+    _log_whole_split(share, len(counts), left, sum(tail for _, tail in sizes.values()))
     # Copies, because a view is sent with its whole storage.
     surplus = _gather_by_reader(
         {reader: [part[share:].clone() for part in rows] for reader, rows in local_rows.items()}
