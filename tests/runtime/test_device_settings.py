@@ -1,8 +1,8 @@
-"""Settings of CUDA and ROCm in environment variables."""
+"""Checks of settings against the device."""
 
 import pytest
 
-from torchtitan_scape.runtime.device_settings import ALLOCATOR, check_queues, set_allocator
+from torchtitan_scape.runtime.device_settings import ALLOCATOR, check_precision, check_queues, set_allocator
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "HOME"])
@@ -32,3 +32,9 @@ def test_few_queues_of_rocm_are_warned_about(queues: str, warned: bool) -> None:
     lines = check_queues(environment, rocm=True, collectives_overlap=True)
     assert [("set GPU_MAX_HW_QUEUES=8" in line) for line in lines] == [True] * warned
     assert check_queues(environment, rocm=True, collectives_overlap=False) == []
+
+
+def test_bf16_on_a_cpu_that_has_no_products_of_it_is_warned_about() -> None:
+    (line,) = check_precision("AVX2", "bfloat16")
+    assert line.startswith('[training] mixed_precision_param = "bfloat16" on a CPU without AVX-512')
+    assert check_precision("AVX2", "float32") == check_precision("AVX512", "bfloat16") == []

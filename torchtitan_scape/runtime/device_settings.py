@@ -1,4 +1,4 @@
-"""Settings of CUDA and ROCm in environment variables: the allocator's default, and the number of hardware queues."""
+"""Checks of settings against the device, and the allocator's default."""
 
 from collections.abc import Mapping, MutableMapping
 
@@ -39,3 +39,13 @@ def check_queues(environment: Mapping[str, str], rocm: bool, collectives_overlap
             f"different orders wait for each other forever; unset it, or set it to {QUEUES} or more"
         )
     return []
+
+
+def check_precision(capability: str, dtype: str) -> list[str]:
+    """Return a warning if matrix products in `dtype` are slow on a CPU of `torch.backends.cpu.get_cpu_capability()`."""
+    if dtype != "bfloat16" or capability != "AVX2":
+        return []
+    return [
+        '[training] mixed_precision_param = "bfloat16" on a CPU without AVX-512: a step takes ten times as long as '
+        'with "float32", or longer'
+    ]

@@ -32,7 +32,7 @@ from torchtitan_scape.replica.optimizer import ReplicaOptimizer
 from torchtitan_scape.report.forecast import Forecast
 from torchtitan_scape.report.memory import MemoryReport, check_memory
 from torchtitan_scape.report.summary import summarize
-from torchtitan_scape.runtime.device_settings import check_queues
+from torchtitan_scape.runtime.device_settings import check_precision, check_queues
 from torchtitan_scape.runtime.rank_comparison import check_ranks_agree, facts
 from torchtitan_scape.runtime.shutdown import Shutdown
 from torchtitan_scape.sharding.build import groups_for
@@ -151,8 +151,8 @@ class ScapeTrainer(Trainer):
                 folder, copies = Path(config.job.dump_folder, config.checkpoint.folder), config.checkpoint.copies
                 check_private(folder, copies) if copies else check_shared(folder)
         logger.info(self.described)
-        queues = self._queue_remarks()
-        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable), *queues):
+        of_device = self._device_remarks()
+        for line in (*remarks(config), *config.sharding.remarks(layout, config.validation.enable), *of_device):
             logger.warning(line)
         timeout, levels = timedelta(seconds=config.comm.init_timeout_seconds), config.sharding.levels
         inner = levels.inner(layout)  # the layout for FSDP
@@ -185,10 +185,14 @@ class ScapeTrainer(Trainer):
         backend = "fake" if self.job_config.comm.mode == "fake_backend" else "gloo"
         return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
 
-    def _queue_remarks(self) -> list[str]:
-        """Return warnings about hardware queues. Raises ValueError if collectives could wait for each other."""
+    def _device_remarks(self) -> list[str]:
+        """Return warnings about this device. Raises ValueError if collectives could wait for each other on a GPU."""
         config, layout = self.job_config, self.layout
-        if DEVICE_TYPE != "cuda" or is_dry_run(config):
+        if is_dry_run(config):
+            return []
+        if DEVICE_TYPE == "cpu":
+            return check_precision(torch.backends.cpu.get_cpu_capability(), config.training.mixed_precision_param)
+        if DEVICE_TYPE != "cuda":
             return []
         groups = group_options(config)
         exchange = groups["in_flight"] or groups["staged"]
