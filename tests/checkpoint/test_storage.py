@@ -32,6 +32,7 @@ from torchtitan_scape.checkpoint.storage import (
     is_complete,
     read_manifest,
     remove,
+    steps_in,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -263,3 +264,11 @@ def test_remove_deletes_the_manifest_first(copy: Path) -> None:
     remove(copy)
     remove(copy)
     assert not copy.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    """A run would begin at step 1. A link that leads to itself is an error that root has as well."""
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "checkpoint")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        steps_in(tmp_path / "checkpoint")
+    assert steps_in(tmp_path / "none") == []

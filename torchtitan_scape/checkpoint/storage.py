@@ -302,7 +302,7 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a manifest, and every file has its size. `find_damage` also reads the data."""
     try:
         return all(damage_of(Path(path), one, reads=False) is None for one in read_manifest(path))
-    except ValueError:
+    except (OSError, ValueError):
         return False
 
 
@@ -363,10 +363,12 @@ def _crc32_of(file: Path, size: int) -> int:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
-    """Return the steps that have a folder, in ascending order."""
-    if not os.path.isdir(folder):
+    """Return the steps that have a folder, in ascending order. Raises OSError if `folder` exists and cannot be read."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = (re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder))
+    matches = (re.fullmatch(r"step-(\d+)", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 

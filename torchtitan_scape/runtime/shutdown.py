@@ -327,7 +327,10 @@ class Shutdown:
 
 def _resume_hint(checkpointer: Any) -> str:
     """Return the effect of a restart in words."""
-    step = checkpointer.newest_step()
+    try:
+        step = checkpointer.newest_step()
+    except OSError:
+        return ""
     if step > 0:
         return f"after a restart training continues after step {step}"
     return "there is no checkpoint: after a restart training begins at step 1"

@@ -228,9 +228,11 @@ class ReplicaCheckpointer(CheckpointManager):
             if self._keeps_files and not self._is_complete(path):
                 with suppress(OSError):
                     storage.remove(path)
-            intact = self._complete_steps()
-            newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
-            raise ValueError(f"{text}; {newest}") from error
+            with suppress(OSError):  # the folder may not be readable either
+                intact = self._complete_steps()
+                newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
+                text = f"{text}; {newest}"
+            raise ValueError(text) from error
 
     def note_failure(self, step: int) -> None:
         """Record a step at which damage was found."""
