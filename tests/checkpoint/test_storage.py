@@ -34,6 +34,7 @@ from torchtitan_scape.checkpoint.storage import (
     remove,
     steps_in,
 )
+from torchtitan_scape.core.files import passing_cause
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -272,3 +273,25 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         steps_in(tmp_path / "checkpoint")
     assert steps_in(tmp_path / "none") == []
+
+
+def cause_of_rank_0() -> int | None:
+    """Return the errno of the cause of an error of rank 0."""
+
+    def read() -> None:
+        try:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error.strerror}") from None
+
+    try:
+        storage.call_on_rank_0(read)
+    except ValueError as error:
+        cause = passing_cause(error)
+        return None if cause is None else cause.errno
+    return None
+
+
+def test_the_cause_of_an_error_of_rank_0_reaches_all_ranks(pool2: Pool) -> None:
+    """It decides about the exit code."""
+    assert pool2(cause_of_rank_0) == [errno.ESTALE] * 2

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan_scape.runtime.shutdown import setup_error
+from torchtitan_scape.config.recipes import load
+from torchtitan_scape.core.consistency import ReplicasDifferError
+from torchtitan_scape.runtime.shutdown import Shutdown, setup_error
 from torchtitan_scape.titan import patches
+from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 
 
 def raised(work: Callable[[], Any]) -> BaseException:
@@ -112,6 +116,51 @@ def test_other_errors_are_no_errors_of_the_input(error: BaseException) -> None:
         raise error
 
     assert setup_error(raised(fail)) is None
+
+
+def unreadable_recipe(code: int) -> BaseException:
+    """Return the error for a recipe whose file system raises an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+        return raised(lambda: load("some.toml"))
+
+
+def failed_save(*codes: int) -> BaseException:
+    """Return the error of a save that failed on several ranks."""
+    failures = {rank: (OSError(code, os.strerror(code)), None) for rank, code in enumerate(codes)}
+    checkpointer: Any = ReplicaCheckpointer.__new__(ReplicaCheckpointer)
+    checkpointer.folder, checkpointer._nodes, checkpointer._not_counted = "/nowhere", None, set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda: 1)
+        return raised(lambda: checkpointer._guarded(lambda: raise_(CheckpointException("write", failures))))
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ValueError("sync.density = 2"), 2),
+        (unreadable_recipe(errno.ENOENT), 2),
+        (unreadable_recipe(errno.ESTALE), 3),
+        (unreadable_recipe(errno.EIO), 3),
+        (failed_save(errno.EACCES), 2),
+        (failed_save(errno.EIO, errno.EIO), 3),
+        (failed_save(errno.ENOSPC), 3),
+        (FileNotFoundError(errno.ENOENT, "No such file"), 2),
+        (ReplicasDifferError("rank 1 differs"), 3),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), 3),
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of a file system that may pass is no wrong input, also if another error replaces it."""
+    reported: list[Any] = []
+    shutdown: Any = Shutdown.__new__(Shutdown)
+    shutdown.rank, shutdown.liveness = 1, SimpleNamespace(print_error=print, report=reported.append)
+    assert shutdown._rejected(error, str(error)) == reported[0].code == code
+    assert str(error) in capsys.readouterr().out
 
 
 def test_an_error_in_our_code_called_by_torchtitan_is_not_its_check() -> None:

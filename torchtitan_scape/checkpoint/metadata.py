@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.futures import Future
 
 from torchtitan_scape.checkpoint.state import describe_states, has_dense_state, stores
-from torchtitan_scape.checkpoint.storage import failure_text
+from torchtitan_scape.checkpoint.storage import failure_text, first_os_error
 from torchtitan_scape.core.command import one_line
 from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.core.options import removed_keys, with_present_keys
@@ -356,7 +356,7 @@ def load_into(path: str, state: dict[str, Any], alone: bool = False) -> None:
             if "Missing key" in str(cause) or "ize mismatch" in str(cause):
                 raise ValueError(f"{path} is of another model or method: {' '.join(str(cause).split())}") from None
         if all(isinstance(cause, (ValueError, OSError)) for cause in causes):
-            raise ValueError(failure_text(error, path, reading=True)) from None
+            raise ValueError(failure_text(error, path, reading=True)) from first_os_error(error)
         CheckedReader(path).read_metadata()  # Raises the reason if it is in `.metadata`; DCP replaces it.
         raise
 

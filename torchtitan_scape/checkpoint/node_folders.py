@@ -348,22 +348,24 @@ def check_private(folder: str | os.PathLike[str], copies: int, environment: Mapp
     """
     path, host, first = Path(folder).absolute(), socket.gethostname(), _is_first(environment)
     probes: list[tuple[str, str, int]] = []
-    refused: list[str] = []
+    refused: list[tuple[str, OSError]] = []
     if first:
         try:
             probes.append((write_probe(path), host, shutil.disk_usage(path).free))
         except OSError as error:
-            refused.append(f"{host} ({error.strerror})")
+            refused.append((host, error))
     own = [name for name, _, _ in probes]
     each = gather_lists(dist.group.WORLD, probes)
     others = [host for name, host, _ in each if first and name not in own and (path / name).exists()]
-    refused, sharing = (gather_lists(dist.group.WORLD, hosts) for hosts in (refused, others))
+    refused, sharing = gather_lists(dist.group.WORLD, refused), gather_lists(dist.group.WORLD, others)
     for name in own:
         (path / name).unlink(missing_ok=True)
     with suppress(OSError):
         path.rmdir()  # only if it is empty
     if refused:
-        raise ValueError(f"nothing can be written to {path} on {first_text(refused, 8)}; set --checkpoint.folder")
+        hosts = first_text([f"{host} ({error.strerror})" for host, error in refused], 8)
+        text = f"nothing can be written to {path} on {hosts}; set --checkpoint.folder"
+        raise ValueError(text) from refused[0][1]
     if sharing:
         raise ValueError(
             f"[checkpoint] copies = {copies}, but {first_text(sorted(set(sharing)), 8)} share the folder {path}; set "

@@ -35,7 +35,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_scape.core.files import parse_json, pointer_text, require_plain_name, sync_folder, write_whole
+from torchtitan_scape.core.files import (
+    parse_json,
+    passing_cause,
+    pointer_text,
+    require_plain_name,
+    sync_folder,
+    write_whole,
+)
 from torchtitan_scape.core.text import first_text
 from torchtitan_scape.topology.groups import gather_lists
 
@@ -378,14 +385,16 @@ def call_on_rank_0(function: Callable[[], Any]) -> Any:
     Raises:
         OSError, ValueError: On every rank, if `function` raises it on rank 0.
     """
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = function()
         except (OSError, ValueError) as error:
-            outcome[1] = error
+            outcome[1:] = error, passing_cause(error)  # which pickle would leave out
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
+        if dist.get_rank() != 0:
+            outcome[1].__cause__ = outcome[2]
         raise outcome[1]
     return outcome[0]
 
@@ -498,6 +507,12 @@ def failure_text(error: BaseException, folder: str | os.PathLike[str], reading: 
         if isinstance(cause, OSError) and not advice and not reading:
             advice = f"; {_free(Path(folder))}{_ADVICE.get(cause.errno or 0, 'name another folder')}"
     return f"checkpoint {folder}: {', '.join(reason + _on_ranks(those) for reason, those in ranks.items())}{advice}"
+
+
+def first_os_error(error: BaseException) -> OSError | None:
+    """Return the error itself, or that of the first rank in DCP's CheckpointException; None if there is no OSError."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return next((cause for cause in causes if isinstance(cause, OSError)), None)
 
 
 def _reason(cause: BaseException) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent
 OPEN_FILES = 1 << 16
 FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
+# Errors that no path causes. The codes after FULL are those of a file system that has lost its server for a while.
+_PASSING_CODES = (*FULL, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
+_PASSING = (BrokenPipeError, ConnectionResetError, TimeoutError)
 # Beginning of a pointer -> its kind, and the command that replaces it by the file.
 _POINTERS = {
     b"version https://git-lfs.github.com/spec/": ("Git LFS", "git lfs pull"),
@@ -30,6 +33,24 @@ def packaged(path: str) -> str:
     inside = PACKAGE / name.removeprefix(f"{PACKAGE.name}/")
     is_own = name.startswith((f"{PACKAGE.name}/", "train_configs/"))
     return str(inside) if is_own and not os.path.exists(path) and inside.exists() else path
+
+
+def passing_cause(error: BaseException) -> OSError | None:
+    """Return the first cause of an error that may be gone at the next start, or on another node; None if there is none.
+
+    The causes are the error itself, and those that it was raised from, or while they were handled.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and may_pass(cause):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def may_pass(error: OSError) -> bool:
+    """Return whether the operating system may not repeat an error: its reason is no path, name or permission."""
+    return isinstance(error, _PASSING) or error.errno in _PASSING_CODES
 
 
 def allow_open_files() -> None:

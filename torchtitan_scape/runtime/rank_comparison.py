@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torchtitan_scape
 from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.resolved import values_of
+from torchtitan_scape.core.files import may_pass
 from torchtitan_scape.core.text import first_text
 from torchtitan_scape.data.corpora import CORPORA
 from torchtitan_scape.data.manifest import paths_of
@@ -76,6 +77,8 @@ def file_facts(name: str, path: str | None, endings: tuple[str, ...] = ("",)) ->
                     data.seek(begin)
                     content.update(data.read(SAMPLE_BYTES))
     except OSError as error:
+        if may_pass(error):
+            raise
         return {f"{name}: files of {path}": f"not readable ({error.strerror})"}
     listed = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
     return {

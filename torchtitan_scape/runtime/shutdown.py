@@ -5,7 +5,6 @@ A signal to one rank or to all requests a stop. The ranks agree on the step by t
 line.
 """
 
-import errno
 import linecache
 import logging
 import os
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from torchtitan_scape.core.files import FULL
+from torchtitan_scape.core.files import FULL, may_pass, passing_cause
 from torchtitan_scape.runtime.liveness import LOST, NOT_SAVED, STOPPED, WRONG_INPUT, Failure, Liveness, record_failure
 
 logger = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ REQUESTED = "SCAPE_STOP_REQUESTED"  # environment variable: rank.sh received thi
 CLOSE_SECONDS = 3.0  # Time to write optional files, such as the last metrics, after a failure.
 # The programming errors by which TorchTitan rejects a value.
 _REJECTIONS = (AssertionError, AttributeError, IndexError, KeyError, TypeError)
-# They may not occur again. The two codes are those of a network file system that has lost its server for a while.
-_PASSING, _PASSING_CODES = (BrokenPipeError, ConnectionResetError, TimeoutError), (errno.EIO, errno.ESTALE)
 _OWN = ("torchtitan_scape", "scripts", "tests")
 _COMPILER = ("torch._dynamo", "torch._inductor")
 # Environment variables of folders that are not in the recipe, by a part of their usual paths.
@@ -46,19 +43,21 @@ _WRITTEN = "job.dump_folder, HF_HOME, TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR 
 
 
 def setup_error(error: BaseException) -> str | None:
-    """Return the line that reports an error of set-up, or None if a restart may succeed.
+    """Return the line that reports an error of set-up, or None for an error that needs a traceback.
 
-    These are errors of the operating system, failed imports, errors of torch.compile, operations that a device does not
-    support, and assertions and the like in TorchTitan, which are its checks of the configuration.
+    Those with a line are errors of the operating system, failed imports, errors of torch.compile, operations that a
+    device does not support, and assertions and the like in TorchTitan, which are its checks of the configuration.
     """
     if not isinstance(error, Exception) or isinstance(error, dist.DistError):
         return None
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    for cause in _causes(error):
-        if isinstance(cause, OSError) and not isinstance(cause, _PASSING) and cause.errno not in _PASSING_CODES:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and (cause.errno in FULL or not may_pass(cause)):
             return _os_error(cause)
         if isinstance(cause, ImportError):
             return f"a module cannot be imported: {' '.join(str(cause).split())}; install it, or set PYTHONPATH"
+        cause = cause.__cause__
     if type(error).__module__.startswith(_COMPILER):
         return f"torch.compile failed: {text}; set --compile.no-enable"
     if isinstance(error, NotImplementedError):
@@ -66,13 +65,6 @@ def setup_error(error: BaseException) -> str | None:
     if isinstance(error, _REJECTIONS) and (place := _place_in_torchtitan(error.__traceback__)):
         return f"TorchTitan rejects the configuration: {text}, in {place}"
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _os_error(error: OSError) -> str:
@@ -255,19 +247,20 @@ class Shutdown:
             if code:
                 self.liveness.report(self._failure(code, f"stopped with exit code {code}"))
         except user_errors as error:
-            code = self._rejected(getattr(error, "exit_code", WRONG_INPUT), str(error))
+            code = self._rejected(error, str(error))
             self._close(CLOSE_SECONDS)
         except BaseException as error:
             text = setup_error(error) if self._is_setup and self.liveness.failure is None else None
-            code = self._broken(error) if text is None else self._rejected(WRONG_INPUT, text)
+            code = self._broken(error) if text is None else self._rejected(error, text)
             self._close(CLOSE_SECONDS)
         self.liveness.leave()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    def _rejected(self, code: int, text: str) -> int:
-        """Print an error of the input, in one line. Return the exit code."""
+    def _rejected(self, error: BaseException, text: str) -> int:
+        """Print an error that needs no traceback, in one line. Return the exit code."""
+        code: int = getattr(error, "exit_code", LOST if passing_cause(error) else WRONG_INPUT)
         if os.environ.get("SCAPE_TRACEBACK"):
             traceback.print_exc()
         text = " ".join(text.split())

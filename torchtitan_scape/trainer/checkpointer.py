@@ -220,8 +220,7 @@ class ReplicaCheckpointer(CheckpointManager):
             path = self._create_checkpoint_id(self._being_written)
             if self.best is not None and dist.get_rank() == 0 and not self._is_complete(path):
                 self.best.retract(self._being_written)
-            causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-            if not any(isinstance(cause, OSError) for cause, _ in causes):
+            if (cause := storage.first_os_error(error)) is None:
                 raise
             self.save_future = None
             text = storage.failure_text(error, path)
@@ -232,7 +231,7 @@ class ReplicaCheckpointer(CheckpointManager):
                 intact = self._complete_steps()
                 newest = f"the last good checkpoint is step-{intact[-1]}" if intact else "there is no other checkpoint"
                 text = f"{text}; {newest}"
-            raise ValueError(text) from error
+            raise ValueError(text) from cause
 
     def note_failure(self, step: int) -> None:
         """Record a step at which damage was found."""
