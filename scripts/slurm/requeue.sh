@@ -41,12 +41,12 @@ forbidden() {
 may_requeue() {
     local limit="${REQUEUE_LIMIT:-3}" taken=0 before=-1
     if [ -s "$LOG_DIR/requeues" ]; then read -r taken before <"$LOG_DIR/requeues"; fi
-    if [ "$1" -gt "$before" ]; then taken=0; fi
+    if [ "$1" -gt "$before" ]; then taken=0 before="$1"; fi
     if [ "$taken" -ge "$limit" ]; then
-        echo "error: the job is not requeued: no progress beyond step $1 in $limit starts (REQUEUE_LIMIT)" >&2
+        echo "error: the job is not requeued: no progress beyond step $before in $limit starts (REQUEUE_LIMIT)" >&2
         return 1
     fi
-    echo "$((taken + 1)) $1" >"$LOG_DIR/requeues"
+    echo "$((taken + 1)) $before" >"$LOG_DIR/requeues"
 }
 
 # Requeues the job if its end calls for it. $1: exit code of the job; $2 and $3: last event and step of the progress

@@ -107,6 +107,15 @@ def test_the_first_failure_decides_about_a_requeue(tmp_path: Path) -> None:
     assert "requeueing job" in result.stdout and (tmp_path / "requeued").exists()
 
 
+def test_starts_without_a_step_count_as_no_progress(tmp_path: Path) -> None:
+    """A start that fails at step 1000, and one that fails before its first step, in turn: that was without end."""
+    code = "source scripts/slurm/requeue.sh; for step in 1000 0 1000 0 1000; do may_requeue $step && echo again; done"
+    environment = {**os.environ, "LOG_DIR": str(tmp_path)}
+    result = subprocess.run(["bash", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout.split() == ["again"] * 3, result
+    assert result.stderr.count("no progress beyond step 1000 in 3 starts") == 2
+
+
 @pytest.mark.parametrize("queue", [{"SLURM_JOB_QOS": "debug"}, {"SLURM_JOB_PARTITION": "gh-dev"}])
 def test_a_job_in_a_queue_for_debugging_is_not_requeued(queue: dict[str, str], tmp_path: Path) -> None:
     result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "STOP": "7 SIGUSR1", **queue})
