@@ -213,16 +213,17 @@ finish() {
     read -r event step signal < <(tail -n 1 "$SCAPE_PROGRESS_FILE") || true
     read -r first _ <"$SCAPE_FAILURE_FILE" || true
     if [ -n "$ELASTIC" ]; then # The launchers of the nodes that were not lost. 0: the training is complete.
-        read -r first _ < <(sort -n "$SCAPE_FAILURE_FILE") || true
+        # Others than the last one may have ended long before, for example because of their node.
+        read -r first _ < <(grep -m 1 '^0 ' "$SCAPE_FAILURE_FILE" || tail -n 1 "$SCAPE_FAILURE_FILE") || true
         status="${first:-$status}"
         if [ "$status" -eq 75 ] && [ -n "$USR1_SEEN" ]; then event=stopped signal=SIGUSR1; fi # between two restarts
     fi
+    if [[ "$first" =~ ^[1-9][0-9]*$ ]]; then status="$first"; fi # also for 0, which Hydra may report after a signal
     # The messages precede the requeue, which may end this script.
     if [ "$event" = stopped ]; then
-        status=75 # srun reports the code of any rank, and Hydra may report 0 after a signal
+        status=75
         echo "stopped on request after step $step, with a checkpoint (exit code 75); submit the same job to continue"
     elif [ "$status" -ne 0 ]; then
-        if [[ "$first" =~ ^[1-9][0-9]*$ ]]; then status="$first"; fi
         error=$(sed -n '/^\[rank [0-9]*\] error: /{p;q;}' "$LOG_DIR"/rank-*.log 2>/dev/null || true)
         echo "error: the ranks ended with exit code $status: ${error:-see the output above or the logs};" \
             "the logs of ranks other than ${LOG_RANK:-0} are in $LOG_DIR" >&2

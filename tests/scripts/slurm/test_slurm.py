@@ -116,6 +116,26 @@ def test_starts_without_a_step_count_as_no_progress(tmp_path: Path) -> None:
     assert result.stderr.count("no progress beyond step 1000 in 3 starts") == 2
 
 
+def recorded(folder: Path, failures: str, code: int, **more: str) -> int:
+    """Return the code of a job whose launcher ends with `code`, after its ranks have written `failures`."""
+    srun = f'#!/bin/bash\nprintf "{failures}" >>"$SCAPE_FAILURE_FILE"\nexit {code}\n'
+    result, _ = submit("vista", folder, {"CONFIG_FILE": EMBEDDED, "LAUNCHER": "srun", **more}, srun=srun)
+    return result.returncode
+
+
+def test_a_launcher_that_hides_a_failure_does_not_decide(tmp_path: Path) -> None:
+    """With code 0 a chain would count as complete."""
+    assert recorded(tmp_path, "3 rank 1\\n", 0) == 3
+
+
+def test_an_elastic_job_ends_as_its_last_launcher(tmp_path: Path) -> None:
+    """A node whose launcher could not start does not decide about those that trained."""
+    elastic = {"NNODES": "1:2"}
+    assert recorded(tmp_path / "a", "2 rank 1\\n3 launcher of node 0\\n", 3, **elastic) == 3
+    assert recorded(tmp_path / "b", "3 launcher of node 1\\n0 launcher of node 0\\n", 3, **elastic) == 0
+    assert recorded(tmp_path / "c", "0 launcher of node 0\\n3 launcher of node 1\\n", 3, **elastic) == 0
+
+
 @pytest.mark.parametrize("queue", [{"SLURM_JOB_QOS": "debug"}, {"SLURM_JOB_PARTITION": "gh-dev"}])
 def test_a_job_in_a_queue_for_debugging_is_not_requeued(queue: dict[str, str], tmp_path: Path) -> None:
     result, _ = submit("vista", tmp_path, {"TRAIN_SCRIPT": REPORT, "STOP": "7 SIGUSR1", **queue})
