@@ -8,7 +8,7 @@
 # Every job continues from the newest checkpoint. It starts after any end of the one before (--dependency=afterany),
 # since to Slurm the end of a job that is to be continued is a failure: the time limit (exit code 75), a lost rank or
 # node. A job that completes the training, refuses its input (exit code 2), or saves no checkpoints (4), cancels those that
-# wait. No job is requeued.
+# wait; see end_chain in requeue.sh. No job is requeued.
 set -euo pipefail
 
 refuse() {

@@ -22,11 +22,29 @@ resubmit_command() {
         "${script:-JOB_FILE}$arguments"
 }
 
+# Prints the job of the chain that waits for this one; nothing if there is none.
+next_of_chain() {
+    sed -n "/^$SLURM_JOB_ID\$/{n;p;}" "${SCAPE_CHAIN:-/dev/null}" 2>/dev/null || true
+}
+
+# Returns whether an exit code 2 is a fault of a node or a file system, which the next start may not have: this start has
+# completed no step, and the first one of this job or its chain has not refused the same input.
+is_fault() {
+    [ ! -s "${SCAPE_PROGRESS_FILE:-}" ] && {
+        [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] ||
+            { [ -s "${SCAPE_CHAIN:-}" ] && [ "$(head -n 1 "$SCAPE_CHAIN")" != "$SLURM_JOB_ID" ]; }
+    }
+}
+
 # Prints why this job must not be requeued; nothing if it may. The site or the user may exclude requeues: JobRequeue=0
 # in slurm.conf, or sbatch --no-requeue.
 forbidden() {
     case "${REQUEUE:-1} ${SCAPE_CHAIN:+chain} ${SLURM_JOB_QOS:-} ${SLURM_JOB_PARTITION:-}" in
-        *chain*) echo "the next job of its chain continues" ;;
+        *chain*) if [ -n "$(next_of_chain)" ]; then
+            echo "the next job of its chain continues"
+        else
+            echo "it is the last job of its chain"
+        fi ;;
         0*) echo "REQUEUE=0" ;;
         *debug* | *-dev*) echo "its queue is for debugging" ;;
         *) # Not with grep -q, which ends before scontrol has written everything: with pipefail that is an error.
@@ -55,7 +73,7 @@ requeue() {
     local reason
     if [ "$2" = stopped ]; then
         if [ "$4" != SIGUSR1 ]; then return; fi # the job was canceled with scancel
-    elif [[ "$1" = [24] ]] || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
+    elif [ "$1" -eq 4 ] || { [ "$1" -eq 2 ] && ! is_fault; } || [ "${REQUEUE_ON_FAILURE:-0}" != 1 ]; then
         return
     fi
     if ! may_requeue "${3:-0}"; then return; fi
@@ -70,14 +88,21 @@ requeue() {
 }
 
 # Cancels the other jobs of a chain (chain.sh) if they would have nothing to do: training is complete, the input is
-# wrong, or the run saves no checkpoints (4), so that each would begin at step 1. $1: exit code of the job.
+# wrong, or the run saves no checkpoints (4), so that each would begin at step 1. After another early end, without a step,
+# the next job waits: a node or a file system needs time to recover, and the rest of the chain would fail within minutes.
+# $1: exit code of the job.
 end_chain() {
     local job
-    if [[ "$1" != [024] ]] || [ ! -r "$SCAPE_CHAIN" ]; then return; fi
-    while read -r job; do
-        if [ "$job" != "$SLURM_JOB_ID" ]; then scancel --state=PENDING "$job" || true; fi
-    done <"$SCAPE_CHAIN"
-    echo "exit code $1: the jobs of the chain that wait are canceled"
+    if [ ! -r "$SCAPE_CHAIN" ]; then return; fi
+    if [[ "$1" = [04] ]] || { [ "$1" -eq 2 ] && ! is_fault; }; then
+        while read -r job; do
+            if [ "$job" != "$SLURM_JOB_ID" ]; then scancel --state=PENDING "$job" || true; fi
+        done <"$SCAPE_CHAIN"
+        echo "exit code $1: the jobs of the chain that wait are canceled"
+    elif [ ! -s "${SCAPE_PROGRESS_FILE:-}" ] && [ "$SECONDS" -lt 1800 ] && job=$(next_of_chain) && [ -n "$job" ]; then
+        echo "exit code $1 before the first step: job $job, the next one of the chain, starts in 30 minutes or later"
+        scontrol update JobId="$job" StartTime=now+30minutes || true
+    fi
 }
 if [ -n "${SCAPE_CHAIN:-}" ]; then
     trap 'exit 143' TERM # at the time limit, for example; bash would run the next line with code 0

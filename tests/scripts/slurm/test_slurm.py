@@ -107,6 +107,13 @@ def test_the_first_failure_decides_about_a_requeue(tmp_path: Path) -> None:
     assert "requeueing job" in result.stdout and (tmp_path / "requeued").exists()
 
 
+def test_a_requeued_start_that_refuses_its_input_is_requeued(tmp_path: Path) -> None:
+    """The first start has accepted it, so that the fault is one of a node or a file system."""
+    job = {"TRAIN_SCRIPT": REPORT, "REQUEUE_ON_FAILURE": "1", "INVALID": "1", "SLURM_RESTART_COUNT": "1"}
+    result, _ = submit("vista", tmp_path, job)
+    assert result.returncode == 2 and "requeueing job" in result.stdout and (tmp_path / "requeued").exists()
+
+
 def test_starts_without_a_step_count_as_no_progress(tmp_path: Path) -> None:
     """A start that fails at step 1000, and one that fails before its first step, in turn: that was without end."""
     code = "source scripts/slurm/requeue.sh; for step in 1000 0 1000 0 1000; do may_requeue $step && echo again; done"
@@ -182,7 +189,7 @@ def test_a_chain_submits_jobs_that_wait_for_the_one_before(tmp_path: Path) -> No
     ],
 )
 def test_the_end_of_training_cancels_the_rest_of_its_chain(end: dict[str, str], code: int, tmp_path: Path) -> None:
-    (tmp_path / "chain").write_text("101\n7\n102\n")
+    (tmp_path / "chain").write_text("7\n101\n102\n")
     scancel = f'#!/bin/bash\necho "$*" >>{tmp_path}/canceled\n'
     (stand_ins(tmp_path) / "scancel").touch(mode=0o755)
     environment = {"TRAIN_SCRIPT": REPORT, "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7", **end}
@@ -193,6 +200,38 @@ def test_the_end_of_training_cancels_the_rest_of_its_chain(end: dict[str, str], 
         assert not (tmp_path / "canceled").exists() and not (tmp_path / "requeued").exists()
     else:
         assert (tmp_path / "canceled").read_text() == "--state=PENDING 101\n--state=PENDING 102\n"
+
+
+@pytest.mark.parametrize("end", [{"INVALID": "1"}, {"CONFIG_FILE": "no.toml"}, {"FAIL": "1"}])
+def test_a_later_job_of_a_chain_that_fails_before_a_step_delays_the_next(end: dict[str, str], tmp_path: Path) -> None:
+    """The first job has accepted the input, so that the fault is one of a node or a file system."""
+    (tmp_path / "chain").write_text("101\n7\n102\n103\n")
+    (stand_ins(tmp_path) / "scancel").touch(mode=0o755)
+    others = {"scancel": f"#!/bin/bash\ntouch {tmp_path}/canceled\n"}
+    others["scontrol"] = (tmp_path / "bin" / "scontrol").read_text() + f'echo "$*" >>{tmp_path}/asked\n'
+    environment = {"TRAIN_SCRIPT": REPORT, "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7", **end}
+    result, _ = submit("vista", tmp_path, environment, **others)
+    assert result.returncode == (143 if "FAIL" in end else 2) and not (tmp_path / "canceled").exists(), result.stderr
+    assert "update JobId=102 StartTime=now+30minutes" in (tmp_path / "asked").read_text()
+    assert "job 102, the next one of the chain, starts in 30 minutes or later" in result.stdout
+
+
+def test_a_chain_ends_with_invalid_input_after_a_step(tmp_path: Path) -> None:
+    """Such as a gradient that is never finite."""
+    (tmp_path / "chain").write_text("101\n7\n102\n")
+    (stand_ins(tmp_path) / "scancel").touch(mode=0o755)
+    srun = '#!/bin/bash\necho "resumed 40" >>"$SCAPE_PROGRESS_FILE"\necho "2 rank 0" >>"$SCAPE_FAILURE_FILE"\nexit 2\n'
+    others = {"scancel": f'#!/bin/bash\necho "$*" >>{tmp_path}/canceled\n', "srun": srun}
+    environment = {"TRAIN_SCRIPT": REPORT, "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7", "LAUNCHER": "srun"}
+    result, _ = submit("vista", tmp_path, environment, **others)
+    assert result.returncode == 2 and "--state=PENDING 102" in (tmp_path / "canceled").read_text()
+
+
+def test_the_last_job_of_a_chain_names_no_next_one(tmp_path: Path) -> None:
+    (tmp_path / "chain").write_text("101\n7\n")
+    environment = {"TRAIN_SCRIPT": REPORT, "STOP": "7 SIGUSR1", "SCAPE_CHAIN": f"{tmp_path}/chain", "SLURM_JOB_ID": "7"}
+    result, _ = submit("vista", tmp_path, environment)
+    assert "not requeued: it is the last job of its chain; to continue, with your" in result.stdout
 
 
 def test_a_job_that_slurm_ends_keeps_its_chain(tmp_path: Path) -> None:
