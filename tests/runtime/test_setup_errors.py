@@ -148,7 +148,7 @@ def raise_(error: BaseException) -> None:
         (unreadable_recipe(errno.EIO), 3),
         (failed_save(errno.EACCES), 2),
         (failed_save(errno.EIO, errno.EIO), 3),
-        (failed_save(errno.ENOSPC), 3),
+        (failed_save(errno.ENOSPC), 2),
         (FileNotFoundError(errno.ENOENT, "No such file"), 2),
         (ReplicasDifferError("rank 1 differs"), 3),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), 3),

@@ -11,8 +11,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent.parent
 OPEN_FILES = 1 << 16
 FULL = (errno.ENOSPC, errno.EDQUOT)  # A full disk, or an exhausted quota.
-# Errors that no path causes. The codes after FULL are those of a file system that has lost its server for a while.
-_PASSING_CODES = (*FULL, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)
+_SERVER_LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO)  # Of a network file system, for a while.
 _PASSING = (BrokenPipeError, ConnectionResetError, TimeoutError)
 # Beginning of a pointer -> its kind, and the command that replaces it by the file.
 _POINTERS = {
@@ -49,8 +48,8 @@ def passing_cause(error: BaseException) -> OSError | None:
 
 
 def may_pass(error: OSError) -> bool:
-    """Return whether the operating system may not repeat an error: its reason is no path, name or permission."""
-    return isinstance(error, _PASSING) or error.errno in _PASSING_CODES
+    """Return whether the operating system may not repeat an error: it is one of a connection or a server."""
+    return isinstance(error, _PASSING) or error.errno in _SERVER_LOST
 
 
 def allow_open_files() -> None:

@@ -53,7 +53,7 @@ def setup_error(error: BaseException) -> str | None:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and (cause.errno in FULL or not may_pass(cause)):
+        if isinstance(cause, OSError) and not may_pass(cause):
             return _os_error(cause)
         if isinstance(cause, ImportError):
             return f"a module cannot be imported: {' '.join(str(cause).split())}; install it, or set PYTHONPATH"
