@@ -16,7 +16,7 @@ from torchtitan_scape.methods.options import DenseOptions, MethodOptions, share_
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.planner.candidates import fastest, make_request
 from torchtitan_scape.planner.run import PlannedRun
-from torchtitan_scape.sharding.cost import FlatRow, flat_rows
+from torchtitan_scape.sharding.cost import flat_rows
 from torchtitan_scape.sharding.options import LevelsOptions, ShardingOptions
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
@@ -152,7 +152,7 @@ def test_the_bytes_of_the_shard_axis() -> None:
         options = ShardingOptions(weights_code="int8", gradients_code="int4", levels=levels)
         plan = options.planned(frontier, "bfloat16", sums=summed)
         by_level: dict[str, float] = {}
-        for (level, _), nbytes in plan.sent([FlatRow(((workload.parameters // 8,),))], frontier, 1).items():
+        for (level, _), nbytes in plan.sent(rows, frontier, 1).items():
             by_level[level] = by_level.get(level, 0.0) + nbytes / 1e6
         network = f"{by_level['network']:,.0f}" if summed else "exchange of the method"
         assert rest == [f"{by_level['gcd_pair']:,.0f}", f"{by_level['node']:,.0f}", network], method

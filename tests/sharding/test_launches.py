@@ -1,4 +1,4 @@
-"""Launches of the collectives that replace those of FSDP2, on meta tensors."""
+"""Launches and temporary memory of the collectives that replace those of FSDP2, on meta tensors."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.benchmarks.step_operators import StepCounter, as_one_rank, triton_everywhere
+from scripts.benchmarks.step_operators import StepCount, StepCounter, as_one_rank, triton_everywhere
 from torchtitan_scape.core.patching import replaced
 from torchtitan_scape.core.workloads import get_workload
 from torchtitan_scape.kernels.backends import block_code
@@ -19,13 +19,15 @@ from torchtitan_scape.sharding.base import (
     TrainPosition,
     entries,
 )
+from torchtitan_scape.sharding.cost import FlatRow, LevelsPlan, ShardPlan, coded
 from torchtitan_scape.sharding.levels_hooks import RowLayout, SliceReduceScatter
 from torchtitan_scape.sharding.row_codec import RowCodec
 from torchtitan_scape.sharding.tagc import TagcReduce
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.sharding.zeropp import QuantizedAllGather, QuantizedReduceScatter
 from torchtitan_scape.topology import shard_collectives
-from torchtitan_scape.topology.layout import RankGroup
+from torchtitan_scape.topology.layout import Layout, RankGroup
+from torchtitan_scape.topology.machines import get_machine
 
 MOST, META = 40, torch.device("meta")
 RANKS = (2, 4, 64)
@@ -49,7 +51,7 @@ def groups_of(ranks: int, hops: int) -> list[RankGroup]:
 
 
 def hook_of(kind: str, ranks: int, hops: int, backend: str, options: dict[str, Any]) -> Any:
-    flat, ledger, position = layer(ranks), SimpleNamespace(), TrainPosition()
+    flat, ledger, position = layer(2 if kind == "slices" else ranks), SimpleNamespace(), TrainPosition()
     code, groups = block_code(backend, "int4", 256), groups_of(ranks, hops)
     rows = RowCodec(flat.gathered, code)
     if kind == "gather":
@@ -57,15 +59,15 @@ def hook_of(kind: str, ranks: int, hops: int, backend: str, options: dict[str, A
     if kind == "reduce":
         return QuantizedReduceScatter(flat, groups, [rows] * hops, ledger)  # type: ignore[arg-type]
     if kind == "slices":
-        sizes, coded = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
-        layout = RowLayout(sizes, coded, 256, pairs=ranks // 2, nodes=2)
+        sizes, matrices = [s.size for s in flat.reduced], [s.dims > 1 for s in flat.reduced]
+        layout, code = RowLayout(sizes, matrices, 256, pairs=ranks // 2, nodes=2), None if options else code
         return SliceReduceScatter(flat, layout, 2, RankGroup("node", ranks, 0), code, ledger, META, code)  # type: ignore[arg-type]
     assert kind == "tagc"
     return TagcReduce(flat, groups[0], TagcShardingOptions(**options), ledger, position, backend, META)  # type: ignore[arg-type]
 
 
-def launches(kind: str, ranks: int, hops: int, backend: str, options: dict[str, Any]) -> int:
-    """Return the launches of one gather or reduce on a GPU."""
+def counted(kind: str, ranks: int, hops: int, backend: str, options: dict[str, Any]) -> StepCount:
+    """Return the launches and the temporary memory of one gather or reduce on a GPU."""
     counter = StepCounter()
 
     def exchange(*_: Tensor, **__: Any) -> None: ...
@@ -78,15 +80,15 @@ def launches(kind: str, ranks: int, hops: int, backend: str, options: dict[str, 
         stack.enter_context(replaced(dist, "get_backend", lambda *_: "nccl"))
         stack.enter_context(replaced(dist, "get_rank", lambda *_: 0))
         hook = hook_of(kind, ranks, hops, backend, options)
-        row, whole_ranks = entries(layer(ranks).reduced), 2 if kind == "slices" else ranks
-        gathers = kind == "gather"
+        whole_ranks, gathers = 2 if kind == "slices" else ranks, kind == "gather"
+        row = entries(layer(whole_ranks).reduced)
         dtype = torch.bfloat16 if gathers else torch.float32
         own = torch.empty(row, dtype=dtype, device=META)
         whole = torch.empty(whole_ranks * row, dtype=dtype, device=META)
         group = SimpleNamespace(size=lambda: whole_ranks)
         with counter:
             hook(whole, own, group) if gathers else hook(own, whole, group, dist.ReduceOp.SUM)
-    return counter.count.launches
+    return counter.count
 
 
 # Kind, hops, options of TAGC.
@@ -105,10 +107,31 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def test_launches_do_not_depend_on_the_ranks(kind: str, hops: int, options: dict[str, Any]) -> None:
     """At most 40 for a layer with nine parameters."""
     ranks = [ranks for ranks in RANKS if ranks >= 2 * hops]
-    found = [launches(kind, number, hops, "triton", options) for number in ranks]
+    found = [counted(kind, number, hops, "triton", options).launches for number in ranks]
     assert max(found) <= MOST, found
     # TAGC combines the bitmaps of all ranks by halves.
     assert found[-1] - found[0] <= (5 if kind == "tagc" else 4), found
+
+
+UNCODED = {"uncoded": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "hops", "options"), [("reduce", 1, {}), ("reduce", 2, {}), ("slices", 1, {}), ("slices", 1, UNCODED)]
+)
+def test_the_memory_report_has_the_temporary_buffers(kind: str, hops: int, options: dict[str, Any]) -> None:
+    """Of a layer on eight ranks: eight in a node, or with two hops two per node."""
+    ranks, code = 8, () if options else ("int4",)
+    layout = Layout(ranks, ranks if hops == 1 else 2, get_machine("dgx-a100"), 1, ranks)
+    model = get_workload("llama_1_8b").local(ranks)
+    pairs = zip(model.names, model.shapes, strict=True)
+    rows = [FlatRow(tuple(shape for name, shape in pairs if ".0." in name))]
+    plan: ShardPlan | LevelsPlan = ShardPlan(gradients=code * hops, hops=hops)
+    if kind == "slices":
+        plan = LevelsPlan(2, ranks, 2, reduced=coded(4, 256) if code else 4.0)
+    planned = plan.memory({"parameters": 0.0, "gradients": 0.0}, rows, layout)["shard messages"]
+    peak = counted(kind, ranks, hops, "triton", options).peak
+    assert peak == pytest.approx(planned, rel=0.02)  # the plan has larger scales
 
 
 def cpu_operators(ranks: int) -> list[int]:

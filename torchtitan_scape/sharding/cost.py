@@ -42,6 +42,12 @@ class FlatRow:
     def entries(self) -> int:
         return sum(map(math.prod, self.shapes))
 
+    def copies(self, is_coded: bool) -> int:
+        """Return how many times the messages of a reduction are in memory at once: sent, received, and, where raw parts
+        follow the codes, the codes alone.
+        """
+        return 3 if is_coded and any(len(shape) == 1 for shape in self.shapes) else 2
+
     def message_bytes(self, code: str, block: int, raw: int) -> int:
         """Return the size in bytes of the row's message.
 
@@ -146,7 +152,8 @@ class ShardPlan:
             if self.weights != "dense" or self.secondary:
                 forwarded = len(nodes) if self.hops == 2 and not self.secondary else 0
                 # The messages of all ranks are decoded at once, to FP32.
-                messages.append((1 + ranks + forwarded) * message + 4.0 * ranks * row.entries)
+                received = ranks * (row.copies(self.weights != "dense") - 1)
+                messages.append((1 + received + forwarded) * message + 4.0 * ranks * row.entries)
             if self.sparse is not None:
                 residual = 4.0 * ranks * BLOCK * self.sparse.blocks(row.shapes, row.names, ranks)  # of all ranks' rows
                 kinds["shard residual"] = kinds.get("shard residual", 0.0) + residual
@@ -154,7 +161,7 @@ class ShardPlan:
             if self.gradients:
                 input_bytes = ranks * row.message_bytes(self.gradients[0], GRADIENTS_BLOCK, 4)
                 sums = 4.0 * row.entries * (len(nodes) if self.hops == 2 else 1)
-                messages.append(2 * input_bytes + sums + 4.0 * ranks * row.entries)
+                messages.append(row.copies(True) * input_bytes + sums + 4.0 * ranks * row.entries)
         return kinds | {"shard messages": max(messages)}
 
     def _collectives(self, rows: Sequence[FlatRow], layout: Layout, micro_batches: int) -> Iterator[_Sent]:
@@ -366,7 +373,7 @@ class LevelsPlan:
         }
 
     def memory(self, optimizer: dict[str, float], rows: Sequence[FlatRow], layout: Layout) -> dict[str, float]:
-        """Return the bytes per rank by kind.
+        """Return the bytes per rank by kind. "shard messages" are the temporary buffers of the largest group.
 
         Args:
             optimizer: Bytes by kind of the method and the optimizer on one of `shards` shards, whose parameters are the
@@ -380,7 +387,12 @@ class LevelsPlan:
             kinds["summed gradients"] = optimizer["gradients"]
         if self.secondary:
             kinds["secondary partition"] = self.gathered * n / self.weights
-        return kinds
+        messages = [0.0]
+        for row in rows:
+            # FP32 gradients by tensor and by receiver, or by receiver, with messages and sums.
+            sent = row.copies(self.reduced < 4.0) * self.reduced + 4.0 / self.gradients
+            messages.append(_entries([row], layout) * max(8.0 if self.weights > 1 else 0.0, 4.0 + sent))
+        return kinds | {"shard messages": max(messages)}
 
 
 def _entries(rows: Sequence[FlatRow], layout: Layout) -> float:

@@ -235,8 +235,9 @@ class SliceReduceScatter(CollectiveHook):
         coded, raw = layout.sections(flat.split(layout.sizes, 1))
         if self._hadamard is not None:
             self._hadamard.hadamard_(coded)
-        parts = _by_rank(coded, self.rank_group)[:, None], _by_rank(raw, self.rank_group)[:, None]
-        coded, raw = hop(parts, self.rank_group, self._codec, self.ledger)
+        # The sections are freed before messages are allocated.
+        coded, raw = _by_rank(coded, self.rank_group)[:, None], _by_rank(raw, self.rank_group)[:, None]
+        coded, raw = hop((coded, raw), self.rank_group, self._codec, self.ledger)
         if dist.get_backend() == "fake":
             return  # The received bytes are not valid messages.
         if self._hadamard is not None:
