@@ -129,6 +129,9 @@ frontier_settings() {
         export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-hsn0}"
     fi
 
+    # As many hardware queues as streams (runtime/device_settings.py), or collectives of different groups share one.
+    export GPU_MAX_HW_QUEUES="${GPU_MAX_HW_QUEUES:-8}"
+
     # libfabric. The cache monitor memhooks, and registered host memory, can deadlock with the plugin.
     export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-kdreg2}"
     export FI_CXI_DISABLE_HOST_REGISTER="${FI_CXI_DISABLE_HOST_REGISTER:-1}"

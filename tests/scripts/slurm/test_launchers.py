@@ -14,6 +14,7 @@ import pytest
 from tests import server
 from tests.marks import covering
 from tests.scripts.slurm.jobs import EMBEDDED, REPORT, ROOT, SLURM, program, stand_ins, submit
+from torchtitan_scape.runtime.device_settings import check_queues
 
 # A stand-in for Open MPI's mpirun and TACC's ibrun: the variables of the ranks, and Slurm's of the daemons.
 MPI = """#!/usr/bin/env python3
@@ -302,6 +303,7 @@ def test_torchrun_has_the_settings_of_the_jobs(tmp_path: Path, default_folder: P
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, env=given, capture_output=True, text=True)
     found = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     assert found["NCCL_NET"] == "AWS Libfabric" and found["FI_CXI_RX_MATCH_MODE"] == "software"
+    assert not check_queues(found, rocm=True, collectives_overlap=True)
     assert found["MIOPEN_USER_DB_PATH"] == f"{default_folder}/miopen"
     assert found["TRITON_CACHE_DIR"] == f"{default_folder}/triton" and found["TOKENIZERS_PARALLELISM"] == "false"
 
