@@ -162,12 +162,3 @@ def test_the_cost_has_the_bytes_and_memory() -> None:
     }
     assert planned.name == "demo 32 1bit with signsgd"
     assert "state" not in PlannedRun(DenseOptions(), "SignSGD").simulated_memory(model, 1)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [({"beta": 0.0}, "beta = 0.0; it must lie in"), ({"chunk": 0}, "chunk = 0; it must be 1 to"), ({"k": 0}, "k = 0")],
-)
-def test_invalid_demo_options_raise_an_error(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DemoOptions(**wrong)

@@ -147,14 +147,11 @@ def test_the_model_is_the_mean_of_the_slow_weights(pool1: Pool, pool2: Pool) -> 
     assert pool2(shown, 1) == [(True, True, 3)] * 2
 
 
-def test_options_outside_of_the_range_are_refused() -> None:
+def test_an_averaging_rate_that_diverges_is_refused() -> None:
     """Equation 74 of the paper with groups of two: beyond 2 + alpha^2 the variance of the replicas grows."""
     assert NolocoOptions(outer_momentum=0.5, averaging_rate=2.2).averaging_rate == 2.2
     with pytest.raises(ValueError, match=r"averaging_rate = 2.25; .*below 2 \+ outer_momentum\^2 = 2.25"):
         NolocoOptions(outer_momentum=0.5, averaging_rate=2.25)
-    for key, value in (("averaging_rate", 0.0), ("outer_lr", 0.0), ("inner_steps", 0), ("outer_momentum", 1.0)):
-        with pytest.raises(ValueError, match=rf"\[sync.noloco\] {key} = {value}"):
-            NolocoOptions(**{key: value})
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

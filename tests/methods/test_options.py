@@ -3,8 +3,9 @@
 import ast
 import inspect
 import itertools
+import re
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -12,6 +13,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.config.parsing import parse
 from torchtitan_scape.config.resolved import values_of
 from torchtitan_scape.core.options import FREE, LAYOUT, RENAMED_KEYS, Options
+from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.methods.scape.options import ScapeOptions
 from torchtitan_scape.sharding.options import ShardingOptions
 
@@ -43,6 +45,42 @@ def test_invalid_values_raise_an_error_with_the_key() -> None:
         Toy(kind="c")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^\[sync\.toy\] chunk = 1\.5; it must be an integer$"):
         Toy(chunk=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "method, options, text",
+    [
+        ("topk", {"density": 0.0}, "[sync.topk] density = 0.0; it must lie in (0, 1]"),
+        ("topk", {"density": "a"}, "[sync.topk] density = 'a'; it must be a number"),
+        ("topk", {"block_size": 12}, "block_size = 12; it must be a multiple of 8"),
+        ("topk", {"decay": 1.5}, "decay = 1.5; it must lie in"),
+        ("topk", {"start": -1}, "start = -1; it must be 0 or more"),
+        ("topk", {"selection": "model"}, "selection = 'model'; it must be 'block' | 'tensor' | 'tile'"),
+        ("topk", {"code": "4bit"}, "code = '4bit'; it must be 'float32' | '2bit'"),
+        ("tagc", {"density": 1.5}, "[sync.tagc] density = 1.5; it must lie in (0, 1]"),
+        ("demo", {"beta": 0.0}, "beta = 0.0; it must lie in"),
+        ("demo", {"chunk": 0}, "chunk = 0; it must be 1 to"),
+        ("demo", {"k": 0}, "k = 0"),
+        ("powersgd", {"rank": 0}, "[sync.powersgd] rank = 0; it must be 1 or more"),
+        ("powersgd", {"start": -2}, "start = -2; it must be 0"),
+        ("radius", {"density": 0.0}, "[sync.radius] density = 0.0; it must lie in (0, 1]"),
+        ("radius", {"interval": 0}, "interval = 0; it must be 1 or more"),
+        ("radius", {"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
+        ("quantized", {"block": 48}, "[sync.quantized] block = 48; it must be a power of two from 32 to 1024"),
+        ("onebit_adam", {"warmup_steps": 0}, "[sync.onebit_adam] warmup_steps = 0; it must be 1 or more, or -1"),
+        ("onebit_adam", {"block": 48}, "block = 48; it must be a power of two from 32 to 1024"),
+        ("sparseloco", {"decay": 0.0}, "[sync.sparseloco] decay = 0.0; it must lie in (0, 1]"),
+        ("co2", {"momentum_clip": -1.0}, "[sync.co2] momentum_clip = -1.0; it must be 0 or more, with 0 for "),
+        ("co2", {"inner_steps": 0}, "[sync.co2] inner_steps = 0; it must be 1 or more"),
+        ("noloco", {"averaging_rate": 0.0}, "[sync.noloco] averaging_rate = 0.0"),
+        ("noloco", {"outer_lr": 0.0}, "[sync.noloco] outer_lr = 0.0"),
+        ("noloco", {"inner_steps": 0}, "[sync.noloco] inner_steps = 0"),
+        ("noloco", {"outer_momentum": 1.0}, "[sync.noloco] outer_momentum = 1.0"),
+    ],
+)
+def test_options_out_of_range_are_refused(method: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        METHODS[method].options(**options)
 
 
 def test_scape_options_without_effect_are_not_compared() -> None:

@@ -138,12 +138,3 @@ def test_equals_the_powersgd_hook_of_pytorch(rank: int, pool2: Pool) -> None:
     for theirs, ours in pool2(against_the_hook, rank, (24, 40), 7):
         for number, (a, b) in enumerate(zip(theirs, ours, strict=True), 1):
             assert (a - b).norm() <= 1e-4 * a.norm(), number
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    [({"rank": 0}, r"\[sync.powersgd\] rank = 0; it must be 1 or more"), ({"start": -2}, "start = -2; it must be 0")],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        PowersgdOptions(**options)

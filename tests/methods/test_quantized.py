@@ -228,8 +228,3 @@ def test_quantization_over_two_nodes_conserves_the_gradients(code: str, pool4: P
         total = sum(rank["given"][i].double() - rank["residual"][i].double() for rank in ranks)
         torch.testing.assert_close(total, 4 * ranks[0]["result"][i].double(), rtol=1e-5, atol=1e-5)
     assert all(rank["sent"] == pytest.approx(rank["planned"]) for rank in ranks)
-
-
-def test_an_invalid_block_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[sync.quantized\] block = 48; it must be a power of two from 32 to 1024"):
-        QuantizedOptions(block=48)

@@ -322,19 +322,6 @@ def test_a_full_exchange_is_a_refresh() -> None:
     assert all(run_replicas(2, work))
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"density": 0.0}, r"\[sync.radius\] density = 0.0; it must lie in \(0, 1\]"),
-        ({"interval": 0}, "interval = 0; it must be 1 or more"),
-        ({"start": -2}, "start = -2; it must be 0 or more, or -1 for one fifth of training.steps"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        RadiusOptions(**options)
-
-
 def test_betas_with_growing_updates_outside_the_mask_are_refused() -> None:
     def work(collectives: ReplicaCollectives) -> None:
         named = [("w", nn.Parameter(torch.zeros(4, 4)))]

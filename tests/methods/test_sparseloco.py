@@ -62,8 +62,6 @@ def test_defaults_equal_the_published_settings() -> None:
     options = SparselocoOptions()
     assert (options.inner_steps, options.outer_lr, options.outer_momentum) == (30, 1.0, 0.0)
     assert {key: getattr(options, key) for key in PUBLISHED} == PUBLISHED
-    with pytest.raises(ValueError, match=r"\[sync.sparseloco\] decay = 0.0; it must lie in \(0, 1\]"):
-        SparselocoOptions(decay=0.0)
 
 
 def test_the_cost_has_the_bytes_and_memory() -> None:

@@ -78,9 +78,3 @@ def test_index_and_values_are_counted_separately() -> None:
     alone = PlannedRun(DenseOptions()).simulated_memory(model, 1)
     held = {"residual": 4.0 * 24 * 1024, "messages": 24 * 14}
     assert PlannedRun(sparse).simulated_memory(model, 1) == alone | held
-
-
-@pytest.mark.parametrize("density", [0.0, 1.5])
-def test_options_out_of_range_are_refused(density: float) -> None:
-    with pytest.raises(ValueError, match=rf"\[sync.tagc\] density = {density}; it must lie in \(0, 1\]"):
-        TagcOptions(density=density)
