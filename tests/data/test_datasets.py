@@ -19,7 +19,7 @@ from torchtitan_scape.config.job_config import JobConfig
 from torchtitan_scape.data import EMBEDDED_TOKENIZER, local
 from torchtitan_scape.data import datasets as ours
 from torchtitan_scape.data.encoding import BoundaryTokenizer
-from torchtitan_scape.data.loader import NoTextError, TextDataLoader
+from torchtitan_scape.data.loader import TextDataLoader
 from torchtitan_scape.titan.tokenizer import build_tokenizer
 from torchtitan_scape.trainer import validator
 
@@ -247,14 +247,6 @@ def test_text_files_needs_a_path(tokenizer: Any) -> None:
 def test_an_unknown_name_lists_the_known(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"dataset 'pile' is unknown; known are prepared, .*standard_library"):
         ours.build_dataloader(1, 0, tokenizer, _config("pile"))
-
-
-def test_a_rank_without_a_document_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    path = _jsonl(tmp_path / "a.jsonl")
-    with pytest.raises(NoTextError, match="reader 6 of 7 has no token in a whole epoch"):
-        next(iter(ours.build_dataloader(7, 6, tokenizer, _config("text_files", path))))
-    for rank in range(6):
-        next(iter(ours.build_dataloader(6, rank, tokenizer, _config("text_files", path))))
 
 
 def test_ranks_read_different_text(tokenizer: Any) -> None:

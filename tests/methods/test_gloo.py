@@ -1,4 +1,4 @@
-"""The optimizer in real gloo processes: plain tensors, DTensors sharded by FSDP2, and inconsistent replicas."""
+"""The optimizer in real gloo processes: plain tensors, and DTensors sharded by FSDP2."""
 
 import itertools
 import re
@@ -190,21 +190,6 @@ def test_the_norm_includes_all_shards_with_a_plain_process_group(pool4: Pool) ->
     assert pool4(train_by_group_alone) == pytest.approx([entries**0.5] * 4)
 
 
-def train_norms_alone() -> Tensor:
-    """Train a model without matrices: it has no masks, and sends none."""
-    parameter = nn.Parameter(torch.ones(7))
-    optimizer = make_scape([("norm", parameter)], lr=0.1, density=0.1, replicas=dist.group.WORLD)
-    for _ in range(3):
-        parameter.grad = torch.full((7,), 1.0 + dist.get_rank())
-        optimizer.step()
-    return parameter.detach().clone()
-
-
-def test_a_model_without_matrices(pool2: Pool) -> None:
-    first, second = pool2(train_norms_alone)
-    assert torch.equal(first, second) and bool((first < 1).all())
-
-
 def chunk_of_a_large_payload(hierarchical: bool) -> int:
     """Return the chunk size on two nodes of two ranks. In a flat ring the link to the next rank differs by rank."""
     from torchtitan_scape.methods.scape.options import ScapeOptions
@@ -226,45 +211,6 @@ def test_all_ranks_choose_the_same_chunk_size(hierarchical: bool, pool4: Pool) -
     assert sizes.pop() < 0.1 * 4 * 32768**2, "more than one chunk"
 
 
-def train_with_holes() -> list[Tensor]:
-    """Train without a gradient of the first parameter on rank 0: it counts as zeros, and collectives are the same."""
-    parameters = [nn.Parameter(p) for p in draw(0, SPARSE + DENSE)]
-    optimizer = make_scape(parameters, lr=1e-2, block_size=16, replicas=dist.group.WORLD)
-    for step in range(4):
-        for p, g in zip(parameters, gradient(step, dist.get_rank(), SPARSE + DENSE), strict=True):
-            p.grad = g
-        if dist.get_rank() == 0:
-            parameters[0].grad = None
-        optimizer.step()
-    return [p.detach().clone() for p in parameters]
-
-
-def test_a_missing_gradient_on_one_rank_counts_as_zeros(pool2: Pool) -> None:
-    first, second = pool2(train_with_holes)
-    assert torch.equal(flat(first), flat(second))
-    assert not torch.equal(first[0], draw(0, SPARSE)[0])
-
-
-def train_alone() -> tuple[Tensor, Tensor]:
-    """Train a single replica at density 1, and dense AdamS with the same clipping."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    ours, theirs = ([nn.Parameter(p) for p in draw(0, SPARSE + DENSE)] for _ in range(2))
-    scape = make_scape(ours, lr=1e-2, density=1.0, replicas=groups[dist.get_rank()])
-    adams = AdamS(theirs, lr=1e-2)
-    for step in range(6):
-        for p, q, g in zip(ours, theirs, gradient(step, 0, SPARSE + DENSE), strict=True):
-            p.grad, q.grad = g.clone(), g
-        nn.utils.clip_grad_norm_(theirs, 1.0)
-        scape.step()
-        adams.step()
-    return flat([p.detach() for p in ours]), flat([p.detach() for p in theirs])
-
-
-def test_a_single_replica_equals_dense_adams(pool2: Pool) -> None:
-    for ours, theirs in pool2(train_alone):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
-
-
 def shards_as_replicas() -> None:
     model = make_net()
     fully_shard(model)
@@ -275,47 +221,6 @@ def test_shards_given_as_replicas_are_refused(pool2: Pool) -> None:
     """A likely mistake: FSDP over all ranks, and the same ranks as replicas."""
     for good, text in pool2.outcomes(shards_as_replicas):
         assert not good and "ValueError: ranks [0, 1] are given as replicas" in text
-
-
-def disagree(what: str) -> None:
-    rank = dist.get_rank()
-    shape = (4, 5) if what == "shape" and rank else (4, 4)
-    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "block_size": 1024}
-    if rank:
-        options |= {"density": {"density": 0.2}, "lr": {"lr": 0.2}, "block_size": {"block_size": 64}}.get(what, {})
-    parameters = [("w", nn.Parameter(torch.ones(shape))), ("v", nn.Parameter(torch.ones(2, 2)))]
-    make_scape(parameters, replicas=dist.group.WORLD, **options)
-
-
-@pytest.mark.parametrize(
-    "what, message",
-    [
-        ("shape", "parameters="),
-        ("density", "has density=0."),
-        ("lr", "has lr of group 0=0."),
-        ("block_size", "has block_size="),
-    ],
-)
-def test_replicas_that_disagree_are_refused_on_every_rank(what: str, message: str, pool2: Pool) -> None:
-    for good, text in pool2.outcomes(disagree, what):
-        assert not good and message in text and "ValueError" in text
-
-
-def skip_together() -> list[int]:
-    """Train with NaNs on rank 1 only: all ranks skip, and the error names rank 1."""
-    parameter = nn.Parameter(torch.ones(4, 8))
-    optimizer = make_scape([("w", parameter)], lr=0.1, replicas=dist.group.WORLD, max_skipped_steps=2)
-    counts = []
-    for step in range(6):
-        parameter.grad = torch.full((4, 8), float("nan") if dist.get_rank() and step != 1 else 1.0)
-        optimizer.step()
-        counts.append(optimizer.guard.skipped)
-    return counts
-
-
-def test_persistent_nans_name_rank_and_parameter(pool2: Pool) -> None:
-    for good, text in pool2.outcomes(skip_together):
-        assert not good and "rank 1, parameter 'w'" in text and "max_skipped_steps=2" in text
 
 
 def fsdp_on_weights_in_bf16() -> list[Tensor]:

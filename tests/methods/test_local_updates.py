@@ -243,21 +243,6 @@ def test_equals_the_reference_algorithm(method: str, options: dict[str, Any], po
         assert far(states["anchor"], {n: a.data for n, a in literal.anchor.items()}) < 1e-6
 
 
-@pytest.mark.parametrize("method, options", [("diloco", DILOCO), ("streaming_diloco", STREAMING)])
-def test_replicated_states_are_equal_and_per_replica_states_differ(
-    method: str, options: dict[str, Any], pool1: Pool
-) -> None:
-    (history,) = pool1(trained, 12, method, options, 3)
-    for number, (own, states) in enumerate(history, 1):
-        for other in states[1:]:
-            assert all(torch.equal(value, other[key]) for key, value in states[0].items())
-        after = method == "diloco" and number % 6 == 0
-        same = [torch.equal(own[0][n], own[2][n]) for n in SHAPES if n != WITHOUT]
-        assert all(same) if after else not any(same)
-    # A parameter without a gradient only decays.
-    assert torch.equal(history[2][0][0][WITHOUT], history[2][0][1][WITHOUT])
-
-
 @pytest.mark.parametrize("inner", ["AdamW", "AdamS"])
 def test_a_single_replica_follows_its_inner_optimizer(inner: str, pool1: Pool) -> None:
     plain = {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0}

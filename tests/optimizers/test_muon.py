@@ -179,21 +179,6 @@ def test_other_shardings_are_refused(style: str, pool4: Pool) -> None:
     assert all("sharded by rows only, and 'layers.0.weight' of (4, 4) is not" in text for text in pool4(refused, style))
 
 
-@pytest.mark.parametrize("blocks", ["layers", "model.layers", "encoder.layer", "blocks", "transformer.h"])
-def test_usual_names_of_blocks_are_known(blocks: str) -> None:
-    """Llama, a Llama of transformers, BERT, a vision transformer, nanoGPT."""
-    names = ("wte.weight", f"{blocks}.11.attn.weight", f"{blocks}.11.norm.weight", "lm_head.weight")
-    shapes = ((8, 4), (4, 4), (4,), (8, 4))
-    muon = Muon([(name, nn.Parameter(torch.zeros(shape))) for name, shape in zip(names, shapes, strict=True)])
-    assert [shard.name for shard in muon.hidden] == [names[1]]
-
-
-def test_models_without_hidden_matrices_are_refused() -> None:
-    message = r"matrices of blocks, .* none of 'a' to 'b' is one; pass matrices=, .* name = 'AdamW'"
-    with pytest.raises(ValueError, match=message):
-        Muon([("a", nn.Parameter(torch.zeros(3, 3))), ("b", nn.Parameter(torch.zeros(3)))])
-
-
 class Literal(local.Literal):
     """DiLoCo with PyTorch's Muon and AdamW as inner optimizers, with separate moments per replica (MuLoCo,
     2505.23725).

@@ -262,12 +262,6 @@ except SystemExit:
     assert result.stdout == f"{len(os.sched_getaffinity(0)) > 1} {{1}}\n", result.stdout + result.stderr
 
 
-def test_a_renamed_key_ends_with_exit_code_2() -> None:
-    result, _ = launch({}, "--sync.scape.wire=int4")
-    message = "sync.scape.wire is now sync.scape.code: set --sync.scape.code=int4"
-    assert result.returncode == 2 and f"exit code 2: command line: --sync.scape.wire=int4: {message}" in result.stderr
-
-
 def test_arguments_are_passed_to_the_trainer_only(tmp_path: Path) -> None:
     """On the first start, without a Python that has TorchTitan, arguments are not passed to the installation."""
     repository = tmp_path / "repository"

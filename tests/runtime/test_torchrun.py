@@ -33,12 +33,3 @@ def test_two_ranks_train_to_the_summary(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 3 and "2 ranks on 1 node(s) of 2" in summary["layout"]
     assert sum(summary["bytes_sent_per_step_and_rank"].values()) > 0
-
-
-@pytest.mark.slow
-def test_a_machine_with_gpus_but_without_a_build_for_them_is_refused(tmp_path: Path) -> None:
-    """The rule of run_train.sh and of the Slurm files. torchrun replaces the exit code 2 of the ranks by 1."""
-    result = torchrun(*SHORT, *SMALL, f"--job.dump_folder={tmp_path}/out", CUDA_VISIBLE_DEVICES="0,1")
-    output = result.stdout + result.stderr
-    assert result.returncode == 1 and "error: " in output, output[-3000:]
-    assert "CUDA_VISIBLE_DEVICES" in output and not (tmp_path / "out").exists()

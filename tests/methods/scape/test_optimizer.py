@@ -209,12 +209,6 @@ def test_a_skipped_step_does_not_change_the_metrics() -> None:
     assert bool(optimizer.grad_norm.isnan()) and optimizer.guard.skipped == 1
 
 
-def test_parameter_groups_cannot_be_added_after_construction() -> None:
-    optimizer = make_scape([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    with pytest.raises(ValueError, match="at construction"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-
-
 def test_construction_broadcasts_the_weights_of_replica_0() -> None:
     def work(collectives: ThreadCollectives) -> Tensor:
         parameter = nn.Parameter(torch.full((4, 4), float(collectives.replica)))
