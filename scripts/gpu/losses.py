@@ -14,7 +14,7 @@ from scripts.study.prepare_text import LARGER_PREPARED as TEXT
 from torchtitan_scape.data.manifest import MANIFEST
 
 REPLICAS, SEQUENCE, BATCH = 4, 512, 65536  # tokens
-PARAMETERS, STEPS = 10_981_440, 1526  # 100 M tokens
+STEPS = 1526  # 100 M tokens
 SIZES = (
     "--model.flavor=50M",
     "--model.sizes.dim=320",

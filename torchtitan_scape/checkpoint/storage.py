@@ -20,7 +20,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -435,18 +435,18 @@ def newest_to_leave_out(folder: str, steps: Sequence[int]) -> tuple[int, int]:
     return min(in_a_row - 1, len(steps) - 1), failed[-1]
 
 
-def check_shared(folder: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> None:
+def check_shared(folder: str | os.PathLike[str]) -> None:
     """Check at startup that all nodes see the folder: a run would fail at its first save. Collective over all ranks.
 
     Raises:
         ValueError: On every rank, with the hosts that do not see the folder.
         OSError: On every rank, if rank 0 cannot write to the folder.
     """
-    if hosts := hosts_without(folder, environment):
+    if hosts := hosts_without(folder):
         raise ValueError(not_shared_text(folder, hosts))
 
 
-def hosts_without(folder: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+def hosts_without(folder: str | os.PathLike[str]) -> list[str]:
     """Return the hosts that do not see `folder` of rank 0's host, or cannot write to it. Collective over all ranks.
 
     Rank 0 writes an empty file with a random name, and the ranks with LOCAL_RANK 0 look for it. The file is removed
@@ -455,7 +455,7 @@ def hosts_without(folder: str | os.PathLike[str], environment: Mapping[str, str]
     path = Path(folder).absolute()
     probe = path / call_on_rank_0(lambda: write_probe(path))
     host = None
-    if environment.get("LOCAL_RANK", "0") == "0" and not (_is_visible(probe) and os.access(path, os.W_OK | os.X_OK)):
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not (_is_visible(probe) and os.access(path, os.W_OK | os.X_OK)):
         host = socket.gethostname()
     hosts = gather_lists(dist.group.WORLD, [] if host is None else [host])
     if dist.get_rank() == 0:

@@ -288,16 +288,8 @@ class Co2(LocalUpdates):
     |alpha m| before step 4 is |x_{t,0} - x_{t-1,0}|. A result in flight contains a round of steps that no replica has
     in its parameters any more, so a run that cannot continue it applies it to the weights.
 
-    What the sources leave open, and the choice here:
-
-    - Staleness gap. The published code (github.com/weigao266/fairscale-CO2) divides by a constant. Here the gap
-      compares the distance that the anchor has moved since the stale round began, |x_{t,0} - x_{t-1,0}|, with the stale
-      mean displacement, |x_{t-1,0} - x_{t-1,tau}|, over the whole model. The form 1 + distance / reference is that of
-      Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", arXiv:1909.10802. It was not compared with equation 3
-      of the paper.
-    - Clipping. The published code limits every entry and then discards the result. Here it limits every entry of the
-      stored momentum.
-    - First round. There is no stale result at its end: the momentum stays zero, and replicas return to x_{0,0}.
+    There is no stale result at the end of the first round: the momentum stays zero, and replicas return to x_{0,0}.
+    docs/reference/methods/co2.md has the deviations from the published code.
     """
 
     def move_anchor(self, anchor: Tensor, momentum: Tensor | None, mean: Tensor) -> None:

@@ -26,21 +26,13 @@ class Noloco(LocalMethod):
     3. phi_i = phi_i + delta_i; theta_i = phi_i                                             (Eq. 3)
 
     alpha is `outer_momentum`, beta `outer_lr` and gamma `averaging_rate`. Eq. 2 is printed with a minus sign before
-    beta. The paper's Eq. 32 and the authors' program have a plus sign, which decreases the loss.
+    beta; the paper's Eq. 32 has a plus sign. docs/reference/methods/noloco.md has the other deviations from the paper.
 
     The paper sends Delta_i and phi_i. Step 2 needs only the mean of one tensor, u_i = phi_i + (beta / gamma) Delta_i:
-    delta_i = alpha delta_i + gamma (mean(u) - phi_i). This halves the bytes and equals step 2 up to FP32 rounding. With
-    gamma = beta, as in the authors' program, u_i is theta_i.
+    delta_i = alpha delta_i + gamma (mean(u) - phi_i). This equals step 2 up to FP32 rounding.
 
-    The number of the round determines the pairs. With an odd number of replicas one of them rests in every round: it
-    takes the outer step alone, and sends nothing. With several replicas on a node, their mean is part of the step, and
-    nodes form the pairs.
-
-    Replicas never become equal by themselves. The model that is validated, exported and saved is the mean of the slow
-    weights over all replicas. A full exchange is an outer step with the means over all replicas. It sends two
-    all-reduces and makes them equal.
-
-    In a skipped step there is no exchange. The displacement then waits for the next round.
+    A full exchange is an outer step with the means over all replicas, which makes them equal. In a skipped step there
+    is no exchange. The displacement then waits for the next round.
     """
 
     def __init__(self, context: MethodContext, options: NolocoOptions) -> None:
