@@ -5,7 +5,6 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from tests.runtime.test_liveness import wait_until
 from torchtitan_scape.runtime import listening, rendezvous
 from torchtitan_scape.runtime.listening import WrongEndpointError
 from torchtitan_scape.runtime.rendezvous import LauncherRendezvous, RunEndedError
@@ -76,13 +76,6 @@ class Launcher:
         self._thread.join(seconds)
         assert not self._thread.is_alive()
         return self.found
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_nodes_are_numbered_and_share_one_store(port: int) -> None:

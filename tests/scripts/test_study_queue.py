@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.common import ROOT, RunError, without_paths, write
+from scripts.common import ROOT, RunError, without_paths
 from scripts.study import launchers, queue
 from scripts.study.costs import shares
 from scripts.study.grid import GRIDS, BudgetSet, Grid, RunSpec, as_arguments, digest
@@ -226,19 +226,6 @@ def test_runs_in_turn_continue_after_a_failure(study: Study, capsys: pytest.Capt
     assert "failed: small: dense-adams, lr 0.001" in shown and "node 1 is down" in shown and "250.0 ms" in shown
     again = Queue(grid, grid.sets, Store(study.output), jobs=1, work=study.output)
     assert [spec.method for spec in again.missing()] == ["dense-adams"]
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "scape-0.1-s0.json"
-    write(path, {"loss": 1})
-
-    def full(file: int) -> None:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(os, "fsync", full)
-        write(path, {"loss": 2})
-    assert json.loads(path.read_text()) == {"loss": 1}
 
 
 def test_an_incomplete_line_is_ignored_and_the_last_line_of_a_key_counts(tmp_path: Path) -> None:

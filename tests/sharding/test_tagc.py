@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.tagc.test_reference import in_rank_order
 from tests.pool import Pool
 from tests.sharding.toy import Run, layout_of, make, train, weights
 from torchtitan_scape.core.parameters import collect_shards, local
@@ -114,13 +115,6 @@ def play_all() -> dict[str, dict[str, Any]]:
 def played() -> list[dict[str, dict[str, Any]]]:
     """Return the results by rank and case."""
     return Pool(RANKS)(play_all)
-
-
-def in_rank_order(rows: list[Tensor]) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 @pytest.mark.parametrize("name", CASES)
