@@ -215,7 +215,6 @@ def test_weights_follow_masters_loaded_from_local_updates(pool4: Pool, tmp_path:
         ([*on(2, 4), "--topology.simulate_replicas=2"], "simulate_replicas = 2 is not supported with"),
         ([*on(2, 4), "--checkpoint.export_dtype=bfloat16"], "export_dtype = 'bfloat16' is not supported with"),
         (on(1, 2, weights_code="int8"), "weights_code = 'int8'; with .* weights = 1 nothing is gathered"),
-        (on(2, 4, gradients_code="tagc"), "gradients_code = 'tagc' is not supported with"),
         (on(2, 4, gradients_code="int8+int4"), "gradients_code = 'int8.int4'; gradients of .* stay within the node"),
         ([*on(2, 4), "--topology.ranks_per_node=2"], "gradients = 4; sharding groups must not span nodes"),
         ([*on(2, 2), "--parallelism.tensor_parallel_degree=2"], "three-level sharding supports only data parallelism"),
