@@ -102,3 +102,13 @@ def test_a_stored_gradient_is_copied_unless_it_is_a_view() -> None:
         found += 1.0
         store_gradient(shard, found)
         assert shard.parameter.grad is gradient and torch.equal(gradient, found)
+
+
+def test_a_created_gradient_has_the_order_of_the_parameter_in_memory() -> None:
+    """Fused optimizers read both in this order. If one replica had no gradient, replicas became different."""
+    transposed = torch.rand(4, 3).t()
+    (shard,) = collect_shards([{"params": [torch.nn.Parameter(transposed.clone())]}])
+    values = torch.rand(3, 4)
+    store_gradient(shard, values.view(-1))
+    torch.optim.SGD([shard.parameter], lr=1.0, fused=True).step()
+    assert torch.equal(shard.parameter.detach(), transposed - values)

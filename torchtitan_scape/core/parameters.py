@@ -232,7 +232,11 @@ def store_gradient(shard: Shard, values: Tensor) -> None:
         if local_gradient.data_ptr() != values.data_ptr():
             local_gradient.copy_(values.view(local_gradient.shape))
         return
-    parameter.grad = placed_like(parameter, values.view(local(parameter).shape).to(parameter.dtype))
+    own = local(parameter)
+    values = values.view(own.shape).to(parameter.dtype)
+    if not own.is_contiguous():  # PyTorch's fused optimizers read both in the order of their memory
+        values = torch.empty_like(own).copy_(values)
+    parameter.grad = placed_like(parameter, values)
 
 
 def placed_like(parameter: Tensor, values: Tensor) -> Tensor:

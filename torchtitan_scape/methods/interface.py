@@ -322,7 +322,7 @@ class Method(ABC):
         moment = self.context.optimizer.state.get(shard.parameter, {}).get("exp_avg")
         states = [s for s in self.states() if s.is_gradient and shard.name in s.tensors]
         residual = torch.stack([self.pending_gradient(s, shard.name) for s in states]).sum(0) if states else None
-        return None if moment is None else local(moment).view(-1), residual
+        return None if moment is None else local(moment).reshape(-1), residual
 
     def metrics(self, local: bool = False) -> dict[str, float]:
         """Return the metrics of the last step for the log, after `finish_previous_step`. Collective unless `local`.
