@@ -32,7 +32,7 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 # A rule of an elementwise optimizer returns the step without the learning rate, and the new moments, of a gradient, the
-# hyper-parameters, the bias corrections (1 - beta1^t, 1 - beta2^t), and the moments. All tensors are FP32 (n,).
+# hyper-parameters, the bias corrections of both moments, 1 - beta^t, and the moments. All tensors are FP32 (n,).
 Corrections = tuple[Tensor, Tensor]
 NewMoments = tuple[Tensor, tuple[Tensor, ...]]
 
@@ -63,7 +63,7 @@ def frozen_adam_rule(
         momentum: The new first moment divided by 1 - beta1.
     """
     new = momentum * (1.0 - rates.beta1)
-    step = new / (variance / corrections[1]).sqrt_().add_(rates.eps)
+    step = (new / corrections[0]).div_((variance / corrections[1]).sqrt_().add_(rates.eps))
     return torch.where(variance > 0.0, step, 0.0), (new,)
 
 
@@ -106,8 +106,8 @@ class TorchUpdate:
             states: First moments, and unless the rule is "adams" the second ones, in the order of the parameters and
                 all of one dtype for a parameter; written, except the second ones of "frozen".
             rates: Hyper-parameters of each parameter.
-            steps: (len(parameters),), applied steps of each parameter, this one included; with "frozen" those that
-                updated the second moment.
+            steps: (len(parameters),), applied steps of each parameter, this one included; with "frozen"
+                (len(parameters), 2), those that updated the first and the second moment.
             applied: bool (); nothing is written if it is false.
             factor: FP32 (), multiplies the gradients; None for 1.
         """
@@ -117,7 +117,8 @@ class TorchUpdate:
             weight, *moments = (Flat(tensor) for tensor in (parameter, *(each[i] for each in states)))
             values = gradient.float().view(-1)
             values = values if factor is None else values * factor
-            corrections = 1 - r.beta1**count, 1 - r.beta2**count
+            first, second = count.expand(2)
+            corrections = 1 - r.beta1**first, 1 - r.beta2**second
             step, new = self._rule(values, r, corrections, *(each.flat for each in moments))
             decay_(weight.flat, r.lr * r.weight_decay, applied)
             weight.flat.sub_(gated(applied, step * r.lr, torch.zeros_like(step)))

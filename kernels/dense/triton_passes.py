@@ -168,10 +168,9 @@ def update_kernel(
             moment = before + (gradient - before) * gradient_rate
             variance = variance * beta2 + gradient * gradient * square_rate
             tl.store(variances + local, variance.to(STATE_DTYPE), mask=inside)
-            numerator = tl.div_rn(moment, zeros + correction1)
         else:
             moment = gradient * gradient_rate
-            numerator = moment
+        numerator = tl.div_rn(moment, zeros + correction1)
         step = tl.div_rn(numerator, tl.sqrt_rn(tl.div_rn(variance, zeros + correction2)) + eps)
         if RULE == "frozen":
             step = tl.where(variance > 0.0, step, 0.0)
@@ -407,7 +406,7 @@ class TritonUpdate:
         set_rates(tables.rates, tables.betas, rates)
         betas = tables.betas.values
         counts = to_device(steps, betas.device) if steps.is_cpu else steps
-        corrections = (1.0 - betas ** counts.unsqueeze(1)).float()
+        corrections = (1.0 - betas ** counts.view(len(parameters), -1)).float()
         factor = tables.one if factor is None else factor
         accesses = {"adams": 2, "adamw": 4, "frozen": 2}[self._rule]  # to states
         for listed, full, (dtype, gradient_dtype, state_dtype) in lists:

@@ -33,6 +33,8 @@ def check_update(
     case, rates = Case(tuple(sizes), device=device), rates_of(len(sizes))
     state_dtype = torch.float32 if rule == "adams" else dtype
     counts = torch.arange(1.0, len(sizes) + 1, dtype=torch.float64)
+    if rule == "frozen":
+        counts = torch.stack([2.0 * counts, counts], 1)
     multiplied = None if factor is None else torch.tensor(factor, device=device)
     for steps in (counts, counts.to(device)):  # counters of AdamW may be on the CPU
         results = []

@@ -203,19 +203,26 @@ def test_replicas_clip_by_their_own_norms_after_the_warm_up() -> None:
         assert [float(found["norms"][number - 1]) for found in ranks] == pytest.approx(expected, rel=1e-5), number
 
 
-def test_steps_of_a_constant_gradient_have_the_length_of_the_learning_rate() -> None:
-    """In the warm-up and after it; the momentum has more updates than the variance."""
-    constant = [torch.sign(gradient) for gradient in gradients(WARMUP + 1, 0)]
+@pytest.mark.parametrize(("before", "warmup"), [(0, WARMUP), (20, 1)])
+def test_steps_of_a_constant_gradient_have_the_length_of_the_learning_rate(before: int, warmup: int) -> None:
+    """In the warm-up and after it, also if AdamW had made steps before; the momentum has more updates than the
+    variance.
+    """
+    constant = [0.1 * torch.sign(gradient) for gradient in gradients(WARMUP + 1, 0)]  # not clipped
 
     def work(collectives: ReplicaCollectives) -> None:
-        method = make(collectives, code="int8")
+        method = make(collectives, code="int8", warmup_steps=warmup)
         for group in method.context.optimizer.param_groups:
             group["weight_decay"] = 0.0
+        for _ in range(before):
+            for shard, gradient in zip(method.context.shards, constant, strict=True):
+                shard.parameter.grad = gradient.view(shard.local_shape).clone()
+            method.context.optimizer.step()
         for number in range(1, STEPS + 1):
-            before = [shard.parameter.detach().clone() for shard in method.context.shards]
+            start = [shard.parameter.detach().clone() for shard in method.context.shards]
             with torch.no_grad():
                 method.step([each.clone() for each in constant], StepInfo(number, torch.tensor(True)))
-            for shard, old in zip(method.context.shards, before, strict=True):
+            for shard, old in zip(method.context.shards, start, strict=True):
                 length = (shard.parameter.detach() - old).abs() / LR
                 torch.testing.assert_close(length, torch.ones_like(length), rtol=0.01, atol=0)
             assert all(group["lr"] == LR for group in method.context.optimizer.param_groups)

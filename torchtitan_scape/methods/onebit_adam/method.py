@@ -4,7 +4,6 @@ Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam
 arXiv:2102.02888, Algorithm 1.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,15 +21,15 @@ from torchtitan_scape.methods.quantized.method import Quantized
 
 
 class OnebitAdam(Quantized):
-    """One step t (m: the momentum that all replicas share, v: the variance, g_i: the gradient of replica i).
+    """One step (m: the momentum that all replicas share, v: the variance, g_i: the gradient of replica i).
 
     The steps of the warm-up are dense AdamW: the mean of g_i, clipped by its norm. Every later step:
 
     1. Each replica clips g_i by its own norm, because the norm of the mean is not known yet.
     2. m_i = beta1 m + (1 - beta1) g_i, and m becomes the mean of m_i in the code of the exchange, with the errors of
        the replica and of the owner added before each of the two encodings.
-    3. theta -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where u counts the
-       updates of v.
+    3. theta -= lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^u)) + eps) + weight_decay theta), where t counts the
+       updates of m, and u those of v, also those of AdamW before this run.
 
     The exchange is that of `Quantized` in units of the gradient: it sends m_i / (1 - beta1), and `synchronize` returns
     the gradient g with beta1 m + (1 - beta1) g equal to the new momentum. Moments are the state of AdamW. Its counter
@@ -133,16 +132,15 @@ class OnebitAdam(Quantized):
     def _update(self, momenta: list[Tensor], info: StepInfo) -> None:
         """Move the weights along the momenta, divided by the root of the frozen second moments."""
         shards, states = self.context.shards, [self._state(shard) for shard in self.context.shards]
-        rates = [
-            _with_step_length(Rates.of(group), 1.0 / (1.0 - group["betas"][0] ** info.number))
-            for group in self.context.optimizer.param_groups
-        ]
+        rates = [Rates.of(group) for group in self.context.optimizer.param_groups]
+        variance_updates = torch.stack([local(state["step"]) for state in states]).double()
+        updates = torch.stack([variance_updates + (info.number - self._last_update), variance_updates], 1)
         self._adam.step(
             self._stored(),
             momenta,
             [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")],
             [rates[shard.group] for shard in shards],
-            torch.stack([local(state["step"]) for state in states]).double(),
+            updates,
             info.applied,
         )
 
@@ -155,8 +153,3 @@ class OnebitAdam(Quantized):
             shard.parameter, {}
         )  # `[]` would insert an empty state
         return state
-
-
-def _with_step_length(rates: Rates, factor: float) -> Rates:
-    """Return the rates with steps that are `factor` times as long, and the same weight decay."""
-    return replace(rates, lr=rates.lr * factor, weight_decay=rates.weight_decay / factor)
