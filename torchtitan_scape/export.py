@@ -33,8 +33,8 @@ from torchtitan_scape.checkpoint.whole import (
     read_model,
 )
 from torchtitan_scape.config.job_config import JobConfig
-from torchtitan_scape.config.parsing import resolve
-from torchtitan_scape.config.resolved import Resolved
+from torchtitan_scape.config.parsing import parse, resolve
+from torchtitan_scape.config.resolved import FILE, Resolved
 from torchtitan_scape.core.command import install_command, one_line, parser_of
 from torchtitan_scape.core.files import parse_json
 from torchtitan_scape.huggingface.families import FAMILIES, check_same, read, resolve_tie
@@ -123,7 +123,7 @@ def export(options: argparse.Namespace, keys: list[str]) -> None:
         spec, args, model = whole_model(config)
         values = read_model(path, _shapes(model), options.weights == "master")
         check_finite(values, str(path))
-        _check_record(saved, config)
+        _check_same_run(saved, path, config)
         tokenizer = tokenizer_of(config, config.training.seq_len)
         theirs = spec.state_dict_adapter(args, config.model.hf_assets_path).to_hf(_trained(values, config))
         ids = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eos}
@@ -211,12 +211,24 @@ def _trained(values: dict[str, Tensor], config: JobConfig) -> dict[str, Tensor]:
     return values | {name: values[name][: config.training.seq_len].clone()}  # safetensors does not accept views.
 
 
-def _check_record(saved: CheckpointInfo, config: JobConfig) -> None:
-    here = {"model": config.model.title, "border": config.data.border}
-    for key, value in here.items():
-        there = (saved.record or {}).get(key, value)
-        if there != value:
+def _check_same_run(saved: CheckpointInfo, path: Path, config: JobConfig) -> None:
+    """Raise ValueError if the recipe differs from the checkpoint's run in something that shapes do not determine.
+
+    A checkpoint of the model alone has no record; resolved.toml in the folder of its run has the same values.
+    """
+    record = saved.record
+    if record is None:
+        try:
+            record = _of_run(parse(["--job.config_file", str(path.absolute().parent.parent / FILE)]))
+        except (ValueError, OSError):  # There is none, or an earlier version wrote it.
+            return
+    for key, value in _of_run(config).items():
+        if (there := record.get(key, value)) != value:
             raise ValueError(f"the checkpoint's run had the {key} {there!r}, the recipe has {value!r}; give that run's")
+
+
+def _of_run(config: JobConfig) -> dict[str, Any]:
+    return {"model": config.model.title, "border": config.data.border, "seq_len": config.training.seq_len}
 
 
 def import_model(options: argparse.Namespace, keys: list[str]) -> None:

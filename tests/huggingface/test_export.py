@@ -237,6 +237,7 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
     other.write_text((runs / "llama" / "resolved.toml").read_text().replace('"embedded"', '"study"'))
     (tmp_path / "there").mkdir()
     recipe = ["--config", str(runs / "llama" / "resolved.toml")]
+    alone = ["--config", str(runs / "diloco" / "resolved.toml")]  # Its checkpoint has no record of the run.
     for given, words in (
         ([*recipe, "--checkpoint", str(steps / "step-2")], ("no checkpoint", f"step-{STEPS}")),
         ([*recipe, "--checkpoint", str(half)], ("half-written",)),
@@ -249,6 +250,8 @@ def test_wrong_input_is_one_line(export: Any, runs: Path, tmp_path: Path) -> Non
         ),
         ([*recipe, "--checkpoint", "latest", "--output", str(tmp_path / "there")], ("there exists already",)),
         (["--checkpoint", "latest"], ("--config",)),
+        ([*recipe, "--training.seq_len=32"], ("the seq_len 64, the recipe has 32",)),
+        ([*alone, "--model.sizes.rope_theta=100"], ("'llama3 study', the recipe has 'llama3 study (rope_theta 100)'",)),
         (["import", *recipe, "--model", str(half)], ("not a Hugging Face model", "config.json")),
     ):
         before = sorted(tmp_path.iterdir())
