@@ -257,8 +257,8 @@ def import_model(options: argparse.Namespace, keys: list[str]) -> None:
     if note:
         print(note)
     print(f"{options.output} holds the model of {options.model}; a run of {options.config} starts from it with")
-    path = shlex.quote(f"--checkpoint.initial_load_path={options.output}")
-    print(f"  --checkpoint.enable {path} --job.dump_folder=NEW_FOLDER")
+    given = shlex.join([*keys, "--checkpoint.enable", f"--checkpoint.initial_load_path={options.output}"])
+    print(f"  {given} --job.dump_folder=NEW_FOLDER")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

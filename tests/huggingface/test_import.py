@@ -68,7 +68,7 @@ def test_nulls_and_defaults_of_a_llama_are_resolved(tmp_path: Path) -> None:
     missing = dict.fromkeys(("hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_theta"), ...)
     change(folder, **null, **missing)
     code, output = run_import(folder, tmp_path / "imported")
-    assert code == 0, output
+    assert code == 0 and " --model.flavor=study --checkpoint.enable --checkpoint.initial_load_path=" in output, output
     same_logits(tmp_path / "imported", model)
     # The default of rms_norm_eps is 1e-6, and logits would differ by 1e-2.
     change(folder, rms_norm_eps=...)
