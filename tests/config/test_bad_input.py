@@ -351,6 +351,24 @@ def test_a_folder_with_checkpoints_without_their_switch_gives_a_warning(tmp_path
     assert not remarks(parse([*arguments, "--checkpoint.enable"]))
 
 
+CASES = [("text_files", "text", "text/b.jsonl"), ("text_files", "text/a.jsonl", "text"), ("openwebtext", "", "")]
+
+
+@pytest.mark.parametrize(("name", "trained", "validated"), CASES)
+def test_validation_on_training_text_gives_a_warning(name: str, trained: str, validated: str) -> None:
+    """A folder of text_files is read with all of its files, also those for validation."""
+
+    def lines(name: str, validated: str, *more: str) -> list[str]:
+        names = [f"--{section}.dataset={name}" for section in ("training", "validation")]
+        paths = [f"--training.dataset_path={trained}", f"--validation.dataset_path={validated}"]
+        return remarks(parse([RECIPE, *names, *paths, *more]))
+
+    (message,) = lines(name, validated)
+    assert f"dataset_path = {validated!r} reads text that is also trained on" in message
+    assert not lines("prepared", validated) and not lines(name, validated, "--validation.no-enable")
+    assert not lines(name, "/elsewhere/b.jsonl")
+
+
 def test_arguments_of_unused_sections_give_a_warning() -> None:
     """Without it, a run with an interval and without the switch would save no checkpoint, and nothing would say so."""
     arguments = [RECIPE, "--checkpoint.interval=5", "--sync.topk.density=0.5", "--sync.scape.density=0.5"]

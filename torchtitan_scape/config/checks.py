@@ -109,6 +109,15 @@ def remarks(config: JobConfig) -> list[str]:
         lines.append(
             f"{folder} has checkpoints, and [checkpoint] enable = false: the run starts at step 1 and saves none"
         )
+    training, validation = config.training, config.validation
+    if validation.enable and training.dataset.lower() == validation.dataset.lower() != "prepared":
+        trained, validated = (Path(path or "").resolve() for path in (training.dataset_path, validation.dataset_path))
+        if trained.is_relative_to(validated) or validated.is_relative_to(trained):
+            lines.append(
+                f"[validation] dataset = {validation.dataset!r} with dataset_path = {validation.dataset_path!r} reads "
+                f"text that is also trained on (training.dataset_path = {training.dataset_path!r}): keep it outside of "
+                "the training folder, or prepare the data, which holds documents out"
+            )
     return lines
 
 
