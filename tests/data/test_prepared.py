@@ -372,6 +372,7 @@ def test_a_number_of_batches_or_all_text(tmp_path: Path, tokenizer: Any) -> None
     two = [validation_batches(config_of(folder, steps=1), 2, rank, tokenizer, 1) for rank in range(2)]
     whole = rows(validation_batches(config_of(folder), 1, 0, tokenizer, 1))
     assert [rows(one) for one in two] == [whole[:3], whole[3:6]]
+    assert [one.bytes_per_token for one in two] == [None, None]  # Those of the split are not those of its beginning.
     with pytest.raises(ValueError, match=r"has 9 samples of 4 tokens, and validation\.steps = 2 needs 12"):
         validation_batches(config_of(folder, steps=2), 2, 0, tokenizer, 1)
     with pytest.raises(ValueError, match=r"set validation\.steps to at most 1, or to -1 for the whole split"):

@@ -51,10 +51,15 @@ class FixedBatches:
 
 
 class PreparedBatches:
-    """Like FixedBatches, for the given samples of each batch of prepared data, which are read on demand."""
+    """Like FixedBatches, for the given samples of each batch of prepared data, which are read on demand.
 
-    def __init__(self, data: Split, samples: Sequence[Sequence[int]], seq_len: int) -> None:
-        self.bytes_per_token = data.bytes_per_token
+    `bytes_per_token` is known of a whole split only: documents differ in it.
+    """
+
+    def __init__(
+        self, data: Split, samples: Sequence[Sequence[int]], seq_len: int, bytes_per_token: float | None = None
+    ) -> None:
+        self.bytes_per_token = bytes_per_token
         self.rows = [len(batch) for batch in samples]
         self._data, self._samples, self._seq_len = data, samples, seq_len
 
@@ -170,7 +175,8 @@ def _prepared(config: JobConfig, tokenizer: BaseTokenizer, readers: list[int], w
         share = n // world
         _log_whole_split(share, world, n - share * world, data.tokens - n * seq_len - 1 if n else 0)
         shares = [range(reader * share, (reader + 1) * share) for reader in readers]
-        return PreparedBatches(data, [part[i : i + size] for part in shares for i in range(0, share, size)], seq_len)
+        batches = [part[i : i + size] for part in shares for i in range(0, share, size)]
+        return PreparedBatches(data, batches, seq_len, data.bytes_per_token)
     if n < (wanted := validation.steps * world * size):
         raise ValueError(
             f"the validation split of {validation.dataset_path!r} has {n} samples of {seq_len} tokens, and "
