@@ -5,6 +5,7 @@ The lists of methods at the top are the planner's policy.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +21,8 @@ from torchtitan_scape.planner.step import Assumptions, Prediction, predict
 from torchtitan_scape.topology.layout import Layout, plan_layout
 from torchtitan_scape.topology.machines import Links, Machine, get_machine
 
-DENSE = (PlannedRun(DenseOptions(), "Muon", overlap=True),)
+# Overlap needs a copy of the gradients.
+DENSE = tuple(PlannedRun(DenseOptions(), "Muon", overlap) for overlap in (True, False))
 # By decreasing bytes: 12.9, 4.9, 2.5 and 1.2 % of the dense ones. Losses are in docs/how_to/choose_a_method.md.
 COMPRESSED = (
     PlannedRun(QuantizedOptions(code="e2m1", block=128), "Muon", overlap=True),
@@ -196,14 +198,19 @@ def best(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
     """
     candidate = fastest(case, methods)
     if not case.fits(candidate):
-        full = "" if case.workload.recomputation.mode == "full" else "or full activation checkpointing, "
-        raise ValueError(
-            f"{case.workload.name} needs {candidate.memory / 1e9:.0f} GB a rank at least (estimated), and "
-            f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, {full}"
-            "or tensor parallelism, or SCAPE with offload or three levels, which this plan does not try, or a "
-            "replica on several nodes"
-        )
+        raise _does_not_fit(case, candidate)
     return candidate
+
+
+def _does_not_fit(case: PlanRequest, least: Candidate) -> ValueError:
+    """Return the error of a case in which the candidate with the least memory does not fit."""
+    full = "" if case.workload.recomputation.mode == "full" else "or full activation checkpointing, "
+    return ValueError(
+        f"{case.workload.name} needs {least.memory / 1e9:.0f} GB a rank at least (estimated), and "
+        f"{case.machine.device.name} has {case.capacity / 1e9:.0f} GB to use; take a shorter --seq-len, {full}"
+        "or tensor parallelism, or SCAPE with offload or three levels, which this plan does not try, or a "
+        "replica on several nodes"
+    )
 
 
 def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
@@ -215,19 +222,23 @@ def fastest(case: PlanRequest, methods: Sequence[PlannedRun]) -> Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """The planner's answer.
+    """The planner's answer. At least one of the two runs fits.
 
     Attributes:
-        dense: The fastest dense run that fits.
-        compressed: The compressed run with the most bytes among the nearly fastest ones, see `advise`.
+        dense: The fastest dense run that fits; None if none does.
+        compressed: The compressed run with the most bytes among the nearly fastest ones, see `advise`; None if none
+            fits.
     """
 
-    dense: Candidate
-    compressed: Candidate
+    dense: Candidate | None
+    compressed: Candidate | None
 
     @property
     def gain(self) -> float:
-        return self.dense.prediction.step / self.compressed.prediction.step
+        """Dense step over compressed step: infinity if no dense run fits, 0 if no compressed one does."""
+        if self.compressed is None:
+            return 0.0
+        return self.dense.prediction.step / self.compressed.prediction.step if self.dense else math.inf
 
     @property
     def compress(self) -> bool:
@@ -235,7 +246,9 @@ class Advice:
 
     @property
     def choice(self) -> Candidate:
-        return self.compressed if self.compress else self.dense
+        chosen = self.compressed if self.compress else self.dense
+        assert chosen is not None
+        return chosen
 
 
 def advise(case: PlanRequest) -> Advice:
@@ -247,12 +260,13 @@ def advise(case: PlanRequest) -> Advice:
     Raises:
         ValueError: Nothing fits.
     """
-    dense = best(case, DENSE)
-    # `best` raises if nothing fits.
-    fitting = _fastest_of_each(case, COMPRESSED) or _fastest_of_each(case, SPARSE) or [best(case, SPARSE)]
-    gaining = [c for c in fitting if dense.prediction.step >= MIN_GAIN * c.prediction.step] or fitting
-    limit = NEAR_FASTEST * min(c.prediction.step for c in gaining)
-    return Advice(dense, next(c for c in gaining if c.prediction.step <= limit))
+    dense = min(_fastest_of_each(case, DENSE), key=lambda c: c.prediction.step, default=None)
+    fitting = _fastest_of_each(case, COMPRESSED) or _fastest_of_each(case, SPARSE)
+    if not dense and not fitting:
+        raise _does_not_fit(case, fastest(case, (*DENSE, *COMPRESSED, *SPARSE)))
+    gaining = [c for c in fitting if not dense or dense.prediction.step >= MIN_GAIN * c.prediction.step] or fitting
+    limit = NEAR_FASTEST * min((c.prediction.step for c in gaining), default=0.0)
+    return Advice(dense, next((c for c in gaining if c.prediction.step <= limit), None))
 
 
 def _fastest_of_each(case: PlanRequest, methods: Sequence[PlannedRun]) -> list[Candidate]:
@@ -269,8 +283,12 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
     """Return the bandwidth of the replicas' outermost link, in bytes/s, at which the gain falls to 3 %.
 
     The layouts are those of the advice. The search covers a thousandth to a thousand times the present bandwidth. The
-    result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it.
+    result is 0 if no link is slow enough for a gain, and infinity if none is fast enough to end it; so it is also if no
+    compressed or no dense run fits.
     """
+    if not advice.dense or not advice.compressed:
+        return math.inf if advice.compressed else 0.0
+    runs = advice.dense, advice.compressed
     tiers = advice.compressed.layout.replica_tiers
     if not tiers:
         return 0.0
@@ -279,9 +297,7 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
 
     def gain(bandwidth: float) -> float:
         changed = replace(case, links=case.links.with_bandwidth(level, bandwidth))
-        dense, compressed = (
-            _predict(changed, c.layout, c.method, c.micro_batch) for c in (advice.dense, advice.compressed)
-        )
+        dense, compressed = (_predict(changed, c.layout, c.method, c.micro_batch) for c in runs)
         return dense.step / compressed.step
 
     low, high = now / 1000, now * 1000  # the gain decreases with the bandwidth
@@ -296,6 +312,10 @@ def break_even_bandwidth(case: PlanRequest, advice: Advice) -> float:
 
 
 def by_nodes(case: PlanRequest) -> list[tuple[int, int, Advice]]:
-    """Return (nodes, batch, advice) from one node to four times the requested number."""
+    """Return (nodes, batch, advice) from one node to four times the requested number, where anything fits."""
     counts = sorted({1 << i for i in range(12) if 1 << i < case.nodes} | {case.nodes, 2 * case.nodes, 4 * case.nodes})
-    return [(n, case.on(n).batch, advise(case.on(n))) for n in counts]
+    rows = []
+    for on in map(case.on, counts):
+        with suppress(ValueError):  # few replicas divide the state of a method among them
+            rows.append((on.nodes, on.batch, advise(on)))
+    return rows

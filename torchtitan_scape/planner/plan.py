@@ -117,36 +117,37 @@ def _checkpoint(case: PlanRequest, run: Candidate, saving: Saving) -> str:
 
 
 def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
-    p, dense = advice.compressed.prediction, advice.dense.prediction
-    percent = 100 * (advice.gain - 1)
+    chosen, dense, percent = advice.choice, advice.dense, 100 * (advice.gain - 1)
+    q = chosen.prediction
     if advice.compress:
-        yield (
-            f"Compress: yes. {p.method.name}: {_ms(p.step)} a step against {_ms(dense.step)} with dense "
-            f"{dense.method.name}, {advice.gain:.2f} x"
-        )
+        if dense:
+            instead = f" against {_ms(dense.prediction.step)} with dense {dense.method.name}, {_gain(advice)}"
+        else:
+            instead = f"; dense training does not fit: {fastest(case, DENSE).memory / 1e9:.1f} GB a rank at least"
+        yield f"Compress: yes. {q.method.name}: {_ms(q.step)} a step{instead}"
         yield (
             "It sends the most of the advised methods within 10 % of the fastest; docs/how_to/choose_a_method.md has "
             "the losses of all of them"
-            if p.method in COMPRESSED
+            if q.method in COMPRESSED
             else "Other methods do not fit. It ended 11 to 32 % above dense Muon (docs/how_to/choose_a_method.md): "
             "compare with dense training on more ranks"
         )
-    else:
+    elif advice.compressed:
         yield (
-            f"Compress: no. {p.method.name} would {'gain' if percent >= 0 else 'lose'} {abs(percent):.1f} %, and a "
-            f"prediction below 3 % is not conclusive: dense {dense.method.name} is the safer choice, "
-            f"{_ms(dense.step)} a step"
+            f"Compress: no. {advice.compressed.method.name} would {'gain' if percent >= 0 else 'lose'} "
+            f"{abs(percent):.1f} %, and a prediction below 3 % is not conclusive: dense {q.method.name} is the safer "
+            f"choice, {_ms(q.step)} a step"
         )
+    else:
+        yield f"Compress: no. Only dense {q.method.name} fits, {_ms(q.step)} a step"
     if case.nodes > 1 and case.links.nominal:
         slow = replace(case, links=case.links.with_bandwidth("network", case.links["network"].bandwidth / 10))
         other = advise(slow)
         yield (
             "These links are nominal. If ranks reach a tenth between nodes (the SCAPE paper's reached a "
             f"fourteenth), the advice is {other.choice.method.name} with shard {other.choice.layout.shard}, "
-            f"{other.gain:.2f} x: measure with torchtitan_scape.doctor, pass --links"
+            f"{_gain(other)}: measure with torchtitan_scape.doctor, pass --links"
         )
-    chosen = advice.choice
-    q = chosen.prediction
     parts = {
         "compute": q.compute,
         "exposed exchange": q.exchange,
@@ -157,7 +158,8 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
     if q.hidden:
         yield f"Hidden behind compute: {'gradients' if q.method.overlap else 'the masks'}, {_ms(q.hidden)} of exchange"
     sent = ", ".join(f"{level} {nbytes / 1e6:.1f} MB" for level, nbytes in q.sent.items()) or "nothing"
-    yield f"Sent per rank and step between replicas: {sent} (dense: {sum(dense.sent.values()) / 1e6:.0f} MB)"
+    of_dense = sum((dense or fastest(case, DENSE)).prediction.sent.values())
+    yield f"Sent per rank and step between replicas: {sent} (dense: {of_dense / 1e6:.0f} MB)"
     yield f"Layout: {chosen.layout.describe()}"
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.1f}" for kind, nbytes in q.memory.items())
     yield (
@@ -212,7 +214,9 @@ def _table(case: PlanRequest) -> Iterator[str]:
 def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
     yield "Where compression would lose:"
     bandwidth = break_even_bandwidth(case, advice)
-    if bandwidth == 0:
+    if not advice.dense or not advice.compressed:
+        yield f"- at {'any' if advice.dense else 'no'} bandwidth: {_gain(advice)}"
+    elif bandwidth == 0:
         yield "- at any bandwidth: replicas have nothing, or next to nothing, to exchange in this layout"
     elif math.isinf(bandwidth):
         yield "- at no bandwidth of the link between replicas: latency and the optimizer's passes decide"
@@ -220,9 +224,15 @@ def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
         yield f"- on links of more than {bandwidth / 1e9:.3g} GB/s a rank between replicas the gain is below 3 %"
     rows = by_nodes(case)
     below = [str(n) for n, _, a in rows if not a.compress]
-    gains = ", ".join(f"{n}: {a.gain:.2f} x (batch {batch})" for n, batch, a in rows)
+    gains = ", ".join(f"{n}: {_gain(a)} (batch {batch})" for n, batch, a in rows)
     yield f"- nodes at which the gain is below 3 %: {', '.join(below) or 'none'} of these: {gains}"
     yield "- in loss, if training is short (docs/benchmarks/equal_steps.md); this model predicts time only"
+
+
+def _gain(advice: Advice) -> str:
+    if advice.dense and advice.compressed:
+        return f"{advice.gain:.2f} x"
+    return f"no {'compressed' if advice.dense else 'dense'} run fits"
 
 
 def _count(parameters: int) -> str:
@@ -252,15 +262,19 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
         "links_source": case.links.source,
         "assumptions": asdict(case.assumptions),
         "compress": advice.compress,
-        "gain": advice.gain,
+        "gain": _finite(advice.gain),
         "choice": _as_dict(case, advice.choice),
-        "dense": _as_dict(case, advice.dense),
-        "compressed": _as_dict(case, advice.compressed),
-        # JSON has no infinity: null if no link is fast enough
-        "break_even_bandwidth": None if math.isinf(bandwidth) else bandwidth,
-        "by_nodes": [{"nodes": n, "global_batch": b, "gain": a.gain} for n, b, a in by_nodes(case)],
+        "dense": advice.dense and _as_dict(case, advice.dense),
+        "compressed": advice.compressed and _as_dict(case, advice.compressed),
+        "break_even_bandwidth": _finite(bandwidth),
+        "by_nodes": [{"nodes": n, "global_batch": b, "gain": _finite(a.gain)} for n, b, a in by_nodes(case)],
         "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPRESSED, *SPARSE, *COMPARED))],
     }
+
+
+def _finite(value: float) -> float | None:
+    """Return None for infinity, which JSON does not have."""
+    return None if math.isinf(value) else value
 
 
 def _as_dict(case: PlanRequest, candidate: Candidate) -> dict[str, Any]:
