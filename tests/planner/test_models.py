@@ -134,6 +134,20 @@ def test_a_recipe_is_planned_as_it_is(capsys: pytest.CaptureFixture) -> None:
     assert re.search(r"Checkpoint: 246\.\d+ GB of all ranks.* for the 4 that are kept", said)
 
 
+def test_a_recipe_is_planned_as_it_would_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The budget of bytes chooses density and code: the planner took the default ones, of eight times as many bytes."""
+    recipe = tmp_path / "budget.toml"
+    base = ROOT / "train_configs/models/llama_1_8b.toml"
+    vista = ["--machine", "vista", "--nodes", "16", "--model", str(recipe)]
+    for optimizer, expected in (
+        ("AdamS", "The recipe as it is: scape 0.0527344 int4, 16 replica"),
+        ("AdamW", "The recipe as it is has no prediction here: .optimizer. name = 'AdamW' with .sync. method"),
+    ):
+        sections = f'[optimizer]\nname = "{optimizer}"\n[sync]\nmethod = "scape"\n[sync.scape]\nbytes = 0.012\n'
+        recipe.write_text(f'extends = "{base}"\n{sections}')
+        assert main(vista) == 0 and re.search(expected, capsys.readouterr().out)
+
+
 def test_advice_is_not_what_the_recipe_has() -> None:
     full, selective = (
         replace(get_workload("llama_1_8b"), recomputation=Recomputation(m)) for m in ("full", "selective")

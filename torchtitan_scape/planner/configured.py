@@ -1,9 +1,13 @@
 """A configured run for the planner: method, shard axis and levels. Imports torch through the configuration."""
 
-from torchtitan_scape.config.checks import check_ranges
+from dataclasses import replace
+
+from torchtitan_scape.config.checks import check_config, check_ranges
 from torchtitan_scape.config.job_config import JobConfig, options_of
+from torchtitan_scape.core.workloads import local_shapes
 from torchtitan_scape.methods.registry import METHODS
 from torchtitan_scape.models.registry import workload_of
+from torchtitan_scape.optimizers.registry import check_layout
 from torchtitan_scape.planner.candidates import Candidate, PlanRequest
 from torchtitan_scape.planner.run import PlannedRun, Saving
 from torchtitan_scape.planner.step import predict
@@ -31,8 +35,10 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
     its shard axis in words.
 
     Raises:
-        ValueError: The layout or the batch is not possible there, or has an axis without a cost.
+        ValueError: The trainer refuses the configuration, the layout or the batch is not possible there, or an axis has
+            no cost.
     """
+    check_config(config, "cuda" if case.machine.device.runtime else "cpu")
     degrees = config.parallelism
     for axis in ("context", "tensor"):
         if (degree := getattr(degrees, f"{axis}_parallel_degree")) > 1:
@@ -44,10 +50,14 @@ def configured_candidate(config: JobConfig, case: PlanRequest) -> tuple[Candidat
         replicate=degrees.data_parallel_replicate_degree,
         shard=degrees.data_parallel_shard_degree,
     )
+    check_layout(config.optimizer.name, layout, config.sharding.levels.active)
+    config.sharding.check(layout)
     shard_axis, _ = shard_axis_of(config, layout)
-    micro_batch = config.training.local_batch_size
+    run, micro_batch = method_of(config), config.training.local_batch_size
+    # As in the trainer: values that the options choose for the model
+    options = run.options.resolve(local_shapes(case.workload.shapes(), layout.shard), layout.replicate)
     prediction = predict(
-        method_of(config),
+        replace(run, options=options),
         case.workload,
         layout,
         case.links,

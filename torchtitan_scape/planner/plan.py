@@ -355,7 +355,7 @@ def _report_with_recipe(case: PlanRequest, config: Any) -> Iterator[str]:
         own = configured_candidate(config, case)
     except ValueError as error:
         yield from report(case, saving=saving)
-        yield f"The recipe's own layout has no prediction here: {error}"
+        yield f"The recipe as it is has no prediction here: {error}"
         return
     try:
         yield "\n".join(report(case, own, saving))
