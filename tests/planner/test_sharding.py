@@ -61,3 +61,14 @@ def test_memory_and_time_of_the_shard_axis() -> None:
         for plan in (ShardPlan(), ALL)
     ]
     assert 0 < sent[1] < 0.6 * sent[0]
+
+
+@pytest.mark.parametrize(("network", "slowest"), [(12.5e9, 50e9), (5e9, 8 * 5e9)])
+def test_a_ring_over_nodes_has_the_network_of_all_ranks_of_a_node(network: float, slowest: float) -> None:
+    """A node receives each byte once, over all of its adapters: the planner counted one rank's share of them alone."""
+    layout = plan_layout(M * P, ranks_per_node=P, machine=get_machine("frontier"), replicate=1, shard=M * P)
+    links = Links.from_machine(layout.machine).with_bandwidth("network", network)
+    rows = flat_rows(MODEL, M * P)
+    seconds, _ = ShardPlan().seconds(rows, layout, links, 1)
+    latency = 3 * len(rows) * 15 * 5e-6
+    assert seconds == pytest.approx(8 * MODEL.parameters * 15 / 16 / slowest + latency, rel=1e-3)

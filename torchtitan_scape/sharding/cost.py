@@ -17,7 +17,7 @@ from torchtitan_scape.kernels.tagc.formats import BLOCK
 from torchtitan_scape.sharding.tagc_options import TagcShardingOptions
 from torchtitan_scape.topology.layout import Layout
 from torchtitan_scape.topology.machines import Links
-from torchtitan_scape.topology.traffic import Stage, all_reduce_stages, spanned, stage_seconds
+from torchtitan_scape.topology.traffic import LevelSize, Stage, all_reduce_stages, spanned, stage_seconds
 
 WEIGHTS_BLOCK, GRADIENTS_BLOCK = 256, 128  # entries that share a scale
 _SCALE = 4  # bytes
@@ -121,13 +121,20 @@ class ShardPlan:
         """Return the seconds per step of the traffic that (overlaps with compute, does not).
 
         FSDP2's own collectives are two all-gathers of BF16 parameters and one reduce-scatter of FP32 gradients for each
-        row, as rings over the whole axis.
+        row, as rings over the whole axis. A ring is as fast as its slowest link. Of each node one rank sends to the
+        next node, by NCCL's several rings with the bandwidth of all of its ranks.
         """
         if not self.active:
-            ring = spanned(layout.hierarchy(layout.model_group(0)), flat=True)
+            levels = spanned(layout.hierarchy(layout.model_group(0)))
             entries = len(layout.shard_group(0)) * sum(row.entries for row in rows)
-            # An all-reduce of n FP32 values sends 8 n bytes in two rounds of the ring, as these three do.
-            latency, transfer = stage_seconds(all_reduce_stages(entries, ring), links)
+            seconds, inner = [(0.0, 0.0)], 1
+            for level in levels:
+                # An all-reduce of n FP32 values sends 8 n bytes in two rounds of the ring, as these three do.
+                ring = [LevelSize(level.level, math.prod(one.size for one in levels))]
+                latency, transfer = stage_seconds(all_reduce_stages(entries, ring), links)
+                seconds.append((latency, transfer / (inner if level.level == "network" else 1)))
+                inner *= level.size
+            latency, transfer = map(max, zip(*seconds, strict=True))
             return micro_batches * (1.5 * len(rows) * latency + transfer), 0.0
         calls = self._collectives(rows, layout, micro_batches)
         stages = [Stage(c.stage.level, c.times * c.stage.rounds, c.times * c.stage.sent) for c in calls]
