@@ -5,6 +5,7 @@ more accurate. Units of `Links` are seconds and bytes; presets and error message
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -169,6 +170,10 @@ class Links:
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema!r}, expected {SCHEMA!r}")
             levels = {name: Link(level["latency"], level["bandwidth"]) for name, level in stored["levels"].items()}
+            numbers = {f"{key} of {name}": getattr(link, key) for name, link in levels.items() for key in vars(link)}
+            for name, number in {**numbers, "memory_bandwidth": stored["memory_bandwidth"]}.items():
+                if not (0 < number < math.inf or (number == 0 and name.startswith("latency"))):
+                    raise ValueError(f"the {name} is {number}; it must be positive")
             return cls(levels, f"measured, {path}", stored["memory_bandwidth"])
         except KeyError as error:
             reason = f"it has no {error}"

@@ -345,6 +345,10 @@ def test_measured_links_replace_presets(tmp_path: Path, capsys: pytest.CaptureFi
     assert best(case, [PlannedRun(DenseOptions())]).prediction.optimizer == pytest.approx((36 * n + copied) / 1e12)
 
 
+def _of_network(link: str, memory: int = 1) -> str:
+    return f'{{"schema": "topology.preflight/1", "levels": {{"network": {{{link}}}}}, "memory_bandwidth": {memory}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -352,6 +356,11 @@ def test_measured_links_replace_presets(tmp_path: Path, capsys: pytest.CaptureFi
         ("[]", "schema None"),
         ("not json", "links cannot be read from"),
         ('{"schema": "topology.preflight/1"}', "has no 'levels'"),
+        (_of_network('"latency": 5e-6, "bandwidth": 0'), "the bandwidth of network is 0; it must be positive"),
+        (_of_network('"latency": -5e-6, "bandwidth": 4e9'), "the latency of network is -5e-06; it must be"),
+        (_of_network('"latency": 5e-6, "bandwidth": NaN'), "the bandwidth of network is nan"),
+        (_of_network('"latency": 5e-6, "bandwidth": "4e9"'), "links cannot be read from .*'str'"),
+        (_of_network('"latency": 0, "bandwidth": 4e9', -1), "the memory_bandwidth is -1; it must be positive"),
     ],
 )
 def test_an_invalid_preflight_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
