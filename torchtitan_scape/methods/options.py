@@ -219,6 +219,10 @@ class MethodOptions(Options):
         kinds = {"messages": messages, "chunks in flight": in_flight if replicas > 1 else 0.0}
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
+    def basis_memory(self, model: LocalModel, replicas: int) -> float:
+        """Return the memory of the bases in which gradients are encoded, of all owners together."""
+        return 0.0
+
     def host_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the memory on the host, by kind."""
         return {}

@@ -112,7 +112,8 @@ def _as_configured(
 
 
 def _checkpoint(case: PlanRequest, run: Candidate, saving: Saving) -> str:
-    kinds = checkpoint_bytes(run.method, case.workload.whole(), run.layout.replicate, saving.residual)
+    layout = run.layout
+    kinds = checkpoint_bytes(run.method, case.workload.whole(), layout.replicate, saving.residual, layout.shard)
     return CheckpointCost(kinds, case.ranks, case.machine, case.links, saving).describe()
 
 

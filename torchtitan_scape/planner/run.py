@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan_scape.core.text import kinds_text, seconds_text, size_text
-from torchtitan_scape.core.workloads import LocalModel, Workload
+from torchtitan_scape.core.workloads import LocalModel, Workload, local_shapes
 from torchtitan_scape.methods.options import DenseOptions, MethodOptions
 from torchtitan_scape.optimizers.cost import get_optimizer_cost
 from torchtitan_scape.topology.machines import ASSUMED_STORAGE, Links, Machine
@@ -123,12 +123,15 @@ class Saving:
 DEFAULT_SAVING = Saving()
 
 
-def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual: str = "exact") -> dict[str, float]:
+def checkpoint_bytes(
+    run: PlannedRun, model: LocalModel, replicas: int, residual: str = "exact", shards: int = 1
+) -> dict[str, float]:
     """Return the bytes of a checkpoint of all ranks by kind.
 
     Args:
         model: Whole parameters.
         residual: `[checkpoint] residual`.
+        shards: Ranks of the shard axis, whose shards have bases of their own.
     """
     options, rows = run.options, replicas if residual == "exact" else 1
     kinds = run.device_memory(model, replicas) | options.host_memory(model, replicas)
@@ -150,12 +153,14 @@ def checkpoint_bytes(run: PlannedRun, model: LocalModel, replicas: int, residual
         sizes["slow weights"] = replicas * kinds.get("slow_weights", 0.0) if residual == "exact" else 0.0
         sizes["slow momentum"] = rows * kinds.get("slow_momentum", 0.0)
     if options.divides_update:  # every replica has its part
-        sizes |= {"moments": replicas * sizes["moments"], "unsent_update": replicas * kinds.get("unsent_update", 0.0)}
+        local = LocalModel(model.names, local_shapes(model.shapes, shards), model.hidden_names)
+        sizes["moments"] = get_optimizer_cost(run.optimizer).state(model)
+        sizes |= {"unsent_update": 4.0 * model.entries, "bases": shards * options.basis_memory(local, replicas)}
     if residual != "drop":
         # Residuals of a divided update are in BF16, and their mean in FP32.
         width = 2 if options.divides_update and residual == "mean" else 1
         sizes |= {kind: width * rows * kinds.get(kind, 0.0) for kind in _PENDING}
-    sizes |= {kind: kinds.get(kind, 0.0) for kind in ("outer momentum", "bases")}
+    sizes["outer momentum"] = kinds.get("outer momentum", 0.0)
     return {kind: nbytes for kind, nbytes in sizes.items() if nbytes}
 
 

@@ -156,7 +156,8 @@ def _checkpoint_cost(trainer: SummaryView, saving: Saving) -> CheckpointCost:
     """Return the predicted cost of a checkpoint."""
     layout, optimizer, config = trainer.layout, trainer.replica_optimizer, trainer.job_config
     run, model = PlannedRun(optimizer.options, config.optimizer.name), workload_of(config).whole()
-    kinds = checkpoint_bytes(run, model, optimizer.collectives.replicas, saving.residual)
+    shards = layout.shard * layout.context
+    kinds = checkpoint_bytes(run, model, optimizer.collectives.replicas, saving.residual, shards)
     kinds |= optimizer.sharding.unsent.sizes(saving.residual)
     return CheckpointCost(kinds, layout.world_size, layout.machine, Links.from_machine(layout.machine), saving)
 

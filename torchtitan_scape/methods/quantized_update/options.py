@@ -167,17 +167,22 @@ class QuantizedUpdateOptions(MethodOptions):
 
     def held_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         kinds = {"residual": 2.0 * model.entries, "unsent_update": 4.0 * self.updated_model(model, replicas).entries}
-        return kinds | self._basis_memory(model, replicas)
-
-    def _basis_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
-        """Return the memory of the bases on the replica whose own ones have most entries."""
-        shapes = {i: shape for i, shape in enumerate(model.shapes) if model.is_hidden(i) and has_basis(shape)}
-        if not shapes or replicas == 1 or not self.whiten_every:
-            return {}
-        entries, owned = {i: basis_entries(shape) for i, shape in shapes.items()}, np.zeros(replicas, np.int64)
+        entries, owned = self._basis_entries(model, replicas), np.zeros(replicas, np.int64)
+        if not entries:
+            return kinds
         for each in (each for group in self.groups(model, replicas) for each in group.parts):
             owned[each.owners] += entries.get(each.tensor, 0)
-        return {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * int(owned.max())}
+        # Of the replica whose own bases have most entries
+        return kinds | {"bases": BASIS_BYTES * sum(entries.values()) + OWNER_BYTES * int(owned.max())}
+
+    def basis_memory(self, model: LocalModel, replicas: int) -> float:
+        return (BASIS_BYTES + OWNER_BYTES) * sum(self._basis_entries(model, replicas).values())
+
+    def _basis_entries(self, model: LocalModel, replicas: int) -> dict[int, int]:
+        """Return the entries of the bases of each matrix, by its position."""
+        if replicas == 1 or not self.whiten_every:
+            return {}
+        return {i: basis_entries(s) for i, s in enumerate(model.shapes) if model.is_hidden(i) and has_basis(s)}
 
 
 def has_basis(shape: Shape) -> bool:
