@@ -20,7 +20,6 @@ from torchtitan_scape.planner.candidates import (
     COMPRESSED,
     DENSE,
     NEAR_FASTEST,
-    SPARSE,
     PlanRequest,
     _predict,
     advise,
@@ -85,7 +84,8 @@ def test_the_first_of_the_nearly_fastest_is_recommended(nodes: int, gigabytes: f
     assert taken.options.method_name() == name
     limit = NEAR_FASTEST * min(steps.values())
     assert taken == next(m for m in allowed if steps[m] <= limit)
-    assert min(best(case, [m]).prediction.step for m in SPARSE) < steps[taken]
+    scape = [m for m in COMPARED if m.options.method_name() == "scape"]
+    assert min(best(case, [m]).prediction.step for m in scape) < steps[taken]
 
 
 @pytest.mark.parametrize("nodes", [16, 24, 28, 48])
@@ -121,7 +121,7 @@ def test_all_shard_degrees_of_a_node_are_tried_if_they_fit() -> None:
 
 @pytest.fixture
 def without_quantized_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many replicas no method needs less memory, so that sparse ones are not advised."""
+    """With many replicas the other methods need as little memory as dense training."""
     for module in (planner_candidates, plan):
         monkeypatch.setattr(module, "COMPRESSED", COMPRESSED[:1])
 
@@ -131,8 +131,7 @@ def test_a_method_that_does_not_fit_is_excluded_and_reported() -> None:
     case = make_request("vista", 64, "llama_1_8b", network_bandwidth=3.5, assumptions=Assumptions(usable_memory=0.335))
     coded = min(candidates(case, COMPRESSED[:1]), key=lambda c: c.memory)
     advice = advise(case)
-    assert not case.fits(coded) and case.fits(advice.compressed) and advice.compressed.method in SPARSE
-    assert any(line.startswith("Other methods do not fit. It ended") for line in report(case))
+    assert not case.fits(coded) and case.fits(advice.dense) and advice.compressed is None and not advice.compress
     (line,) = [one for one in report(case) if one.startswith(coded.method.name)]
     assert line.endswith(f"does not fit: {coded.memory / 1e9:.1f} GB a rank at least")
     with pytest.raises(ValueError, match="a rank at least"):
@@ -162,7 +161,7 @@ def test_what_fits_is_advised(
     expected = {
         (True, True): "Compress: yes. quantized_update .* with dense muon, 1.36 x",
         (False, True): "Compress: yes. quantized_update .* a step; dense training does not fit: 92.3 GB",
-        (True, False): "Compress: no. Only dense muon fits",
+        (True, False): "Compress: no. Of the advised methods only dense muon fits",
     }
     assert re.search(expected[bool(dense), bool(compressed)], said)
 
@@ -299,7 +298,7 @@ def test_json_totals_equal_the_sums_of_their_parts(capsys: pytest.CaptureFixture
     assert answer["compress"] and answer["gain"] == pytest.approx(
         answer["dense"]["step"] / answer["compressed"]["step"]
     )
-    assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPRESSED) + len(SPARSE) + len(COMPARED))
+    assert len(answer["candidates"]) == 4 * (len(DENSE) + len(COMPRESSED) + len(COMPARED))
     for c in answer["candidates"]:
         assert c["replicate"] * c["shard_degree"] == answer["ranks"]
         assert c["step"] == pytest.approx(sum(c[k] for k in ("compute", "exchange", "shard", "optimizer", "fixed")))

@@ -30,15 +30,12 @@ COMPRESSED = (
     PlannedRun(SpartaOptions(), "Muon"),
 )
 MOST_REPLICAS: dict[type, int] = {SpartaOptions: 4}  # its loss grows with them
-# For little memory, if none of the above fits, by decreasing density. The loss of its optimizer, AdamS, is higher.
-SPARSE = (
+# Shown but never advised, because their loss is higher. SCAPE needs about as much memory as dense Muon.
+COMPARED = (
     PlannedRun(ScapeOptions(density=0.1)),
     PlannedRun(ScapeOptions(density=0.1, code="int4")),
     PlannedRun(ScapeOptions(density=0.05, code="int4")),
     PlannedRun(ScapeOptions(density=0.025, code="2bit")),
-)
-# Shown but never advised, because their loss is higher.
-COMPARED = (
     *(PlannedRun(DenseOptions(), optimizer, overlap=True) for optimizer in ("AdamS", "AdamW")),
     PlannedRun(QuantizedOptions(code="e2m1", block=128), "AdamW", overlap=True),
     PlannedRun(QuantizedUpdateOptions(interval=4), "Muon"),
@@ -254,16 +251,16 @@ class Advice:
 def advise(case: PlanRequest) -> Advice:
     """Return the best dense and the best compressed run.
 
-    Compressed runs are those of `COMPRESSED`, or of `SPARSE` if none of these fits. If some gain `MIN_GAIN` over the
-    dense one, only these count. The first within 10 % of the fastest is taken.
+    Compressed runs are those of `COMPRESSED`. If some gain `MIN_GAIN` over the dense one, only these count. The first
+    within 10 % of the fastest is taken.
 
     Raises:
         ValueError: Nothing fits.
     """
     dense = min(_fastest_of_each(case, DENSE), key=lambda c: c.prediction.step, default=None)
-    fitting = _fastest_of_each(case, COMPRESSED) or _fastest_of_each(case, SPARSE)
+    fitting = _fastest_of_each(case, COMPRESSED)
     if not dense and not fitting:
-        raise _does_not_fit(case, fastest(case, (*DENSE, *COMPRESSED, *SPARSE)))
+        raise _does_not_fit(case, fastest(case, (*DENSE, *COMPRESSED)))
     gaining = [c for c in fitting if not dense or dense.prediction.step >= MIN_GAIN * c.prediction.step] or fitting
     limit = NEAR_FASTEST * min((c.prediction.step for c in gaining), default=0.0)
     return Advice(dense, next((c for c in gaining if c.prediction.step <= limit), None))

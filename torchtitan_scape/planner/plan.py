@@ -26,7 +26,6 @@ from torchtitan_scape.planner.candidates import (
     COMPRESSED,
     DENSE,
     MOST_RANKS,
-    SPARSE,
     Advice,
     Candidate,
     PlanRequest,
@@ -129,9 +128,6 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
         yield (
             "It sends the most of the advised methods within 10 % of the fastest; docs/how_to/choose_a_method.md has "
             "the losses of all of them"
-            if q.method in COMPRESSED
-            else "Other methods do not fit. It ended 11 to 32 % above dense Muon (docs/how_to/choose_a_method.md): "
-            "compare with dense training on more ranks"
         )
     elif advice.compressed:
         yield (
@@ -140,7 +136,7 @@ def _answer(case: PlanRequest, advice: Advice) -> Iterator[str]:
             f"choice, {_ms(q.step)} a step"
         )
     else:
-        yield f"Compress: no. Only dense {q.method.name} fits, {_ms(q.step)} a step"
+        yield f"Compress: no. Of the advised methods only dense {q.method.name} fits, {_ms(q.step)} a step"
     if case.nodes > 1 and case.links.nominal:
         slow = replace(case, links=case.links.with_bandwidth("network", case.links["network"].bandwidth / 10))
         other = advise(slow)
@@ -195,7 +191,7 @@ def _recipe_lines(case: PlanRequest, chosen: Candidate) -> Iterator[str]:
 
 def _table(case: PlanRequest) -> Iterator[str]:
     yield "Every method on its fastest layout that fits, compared in time only (ms):"
-    methods = (*DENSE, *COMPRESSED, *SPARSE, *COMPARED)
+    methods = (*DENSE, *COMPRESSED, *COMPARED)
     width = max(24, *(len(method.name) for method in methods))
     titles = f"{'shard':>6}{'step':>9}{'compute':>9}{'exchange':>10}{'shards':>8}{'optimizer':>11}{'GB':>7}"
     yield f"{'method':<{width}}{titles}"
@@ -269,7 +265,7 @@ def as_json(case: PlanRequest) -> dict[str, Any]:
         "compressed": advice.compressed and _as_dict(case, advice.compressed),
         "break_even_bandwidth": _finite(bandwidth),
         "by_nodes": [{"nodes": n, "global_batch": b, "gain": _finite(a.gain)} for n, b, a in by_nodes(case)],
-        "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPRESSED, *SPARSE, *COMPARED))],
+        "candidates": [_as_dict(case, c) for c in candidates(case, (*DENSE, *COMPRESSED, *COMPARED))],
     }
 
 
