@@ -51,6 +51,17 @@ def test_a_run_ends_within_the_passes(pool2: Pool, tmp_path: Path) -> None:
     assert len(pool2(train, str(tmp_path), more)[1]["losses"]) == 2
 
 
+def test_the_last_checkpoint_may_be_the_model_alone(pool1: Pool, tmp_path: Path) -> None:
+    """A run that starts again after its passes is complete, as one after `training.steps`."""
+    data = prepared(tmp_path / "data", build_tokenizer(parse([*RECIPE])), tokens=1000)
+    arguments = [*METHODS["adams"], f"--training.dataset_path={data}", "--training.dataset=prepared", "--data.epochs=1"]
+    arguments += ["--training.steps=100", "--training.local_batch_size=4", "--checkpoint.enable"]
+    (first,) = pool1(train, str(tmp_path), arguments)
+    assert len(first["losses"]) == 16 // 4
+    (again,) = pool1(train, str(tmp_path), arguments)
+    assert again["losses"] == []
+
+
 def test_a_rank_without_a_token_ends_the_run(pool2: Pool, tmp_path: Path) -> None:
     data = short_of(tmp_path / "data", [LONG] * 4 + [""] * 4)
     validation = ["--validation.dataset=text_files", f"--validation.dataset_path={tmp_path}/data/a.jsonl"]

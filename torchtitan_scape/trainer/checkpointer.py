@@ -74,6 +74,7 @@ class ReplicaCheckpointer(CheckpointManager):
     _layout: GlobalLayout
     best: BestCheckpoint | None = None  # Has the checkpoint with the lowest validation loss, which is never deleted.
     total_steps = 0  # of the run
+    had_ended = False  # whether the loaded checkpoint is the model alone, with which the run had ended
     # What is wrong with the model at the last logged step, "" if nothing is.
     alarm: Callable[[], str] = staticmethod(str)
     _fallback: bool
@@ -319,6 +320,7 @@ class ReplicaCheckpointer(CheckpointManager):
         if step == -1 and self._is_final(path):
             self._load_model(path)
             self.states["train_state"].step = self.total_steps
+            self.had_ended = True
             return True
         if path == self._create_checkpoint_id(0):  # a seed checkpoint contains the model only
             self._load_model(path)

@@ -93,6 +93,7 @@ class ScapeTrainer(Trainer):
             # Before the checkpointer's groups: torch names this one by the number of groups that a rank belongs to.
             self._count_group = self._build_count_group()
             self._tokens = TokenSum(self.dataloader, self._count_group)
+            self.checkpointer.total_steps = self._last_step()
         if job_config.checkpoint.enable:
             self._attach_checkpointer()
         self.replica_optimizer.timer.enabled = True
@@ -105,7 +106,6 @@ class ScapeTrainer(Trainer):
             self._attach_validator()
         self.health = Health(self.model_args.vocab_size)
         self.checkpointer.alarm = lambda: self.health.alarm
-        self.checkpointer.total_steps = job_config.training.steps
         self.train_seconds = 0.0
         self.steps_taken = self._micro_batches = 0
 
@@ -328,14 +328,20 @@ class ScapeTrainer(Trainer):
             self.shutdown.stop_here(self)
         return more
 
+    def _last_step(self) -> int:
+        """Return the last step of `training.steps` that is within `data.epochs` passes over prepared data."""
+        steps, epochs = self.job_config.training.steps, self.job_config.data.epochs
+        if not epochs:
+            return steps
+        assert isinstance(self.dataloader.loader, PreparedDataLoader)
+        return min(steps, self.step + self.dataloader.loader.steps_left(epochs))
+
     def _limit_passes(self) -> None:
-        """Reduce the steps of the run to those within `data.epochs` passes over prepared data."""
-        if epochs := self.job_config.data.epochs:
-            assert isinstance(self.dataloader.loader, PreparedDataLoader)
-            last = self.step + self.dataloader.loader.steps_left(epochs)
-            if last < self.job_config.training.steps:
-                logger.info(f"[data] epochs = {epochs}: the run ends after step {last}")
-                self.job_config.training.steps = last
+        """Reduce the steps of the run to `_last_step`. A run that had ended has loaded no position in the data."""
+        last = self.step if self.checkpointer.had_ended else self._last_step()
+        if last < self.job_config.training.steps:
+            logger.info(f"[data] epochs = {self.job_config.data.epochs}: the run ends after step {last}")
+            self.job_config.training.steps = last
 
     @contextmanager
     def _shared_weights(self) -> Iterator[None]:
