@@ -338,9 +338,12 @@ def test_a_run_shorter_than_one_round_gives_a_warning(method: str, interval: str
 
 
 def test_a_schedule_shorter_than_the_run_gives_a_warning() -> None:
-    (message,) = remarks(parse([RECIPE, "--lr_scheduler.total_steps=5", "--training.steps=10"]))
-    assert "total_steps = 5 with [training] steps = 10: after step 5 the learning rate stays" in message
-    assert not remarks(parse([RECIPE, "--lr_scheduler.total_steps=10", "--training.steps=10"]))
+    arguments = [RECIPE, "--optimizer.lr=2e-3", "--lr_scheduler.warmup_steps=2", "--training.steps=10"]
+    shorter = [*arguments, "--lr_scheduler.total_steps=5"]
+    for more, rate in (["min_lr_factor=0.1"], "0.0002"), (["min_lr_factor=0"], "0"), (["decay_ratio=0"], "0.002"):
+        (message,) = remarks(parse([*shorter, *(f"--lr_scheduler.{key}" for key in more)]))
+        assert message.endswith(f"steps = 10: after step 5 the learning rate stays at {rate}")
+    assert not remarks(parse([*arguments, "--lr_scheduler.total_steps=10"]))
 
 
 def test_a_folder_with_checkpoints_without_their_switch_gives_a_warning(tmp_path: Path) -> None:

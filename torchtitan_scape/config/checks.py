@@ -92,11 +92,13 @@ def import_custom(config: JobConfig) -> None:
 def remarks(config: JobConfig) -> list[str]:
     """Return warnings about settings that are valid but probably not intended."""
     round_steps, steps = options_of(config.sync).steps_per_round(), config.training.steps
-    lines, last = list[str](), config.lr_scheduler.total_steps
-    if last is not None and last < steps:
+    lines, schedule = list[str](), config.lr_scheduler
+    if (last := schedule.total_steps) is not None and last < steps:
+        decays = schedule.decay_ratio != 0.0 and schedule.warmup_steps < last
+        rate = config.optimizer.lr * (schedule.min_lr_factor if decays else 1.0)
         lines.append(
             f"[lr_scheduler] total_steps = {last} with [training] steps = {steps}: after step {last} the learning rate "
-            "stays at its last value"
+            f"stays at {rate:g}"
         )
     if 0 < steps < round_steps and not config.sync.flush_at_end:
         lines.append(

@@ -39,7 +39,7 @@ def build_schedulers(optimizers: Any, lr_scheduler_config: Any, training_steps: 
     """Build TorchTitan's schedulers for its TrainSpec.
 
     TorchTitan's formulas continue beyond `total_steps`, where the linear and the root decay become negative, and the
-    cosine rises again. Here the rate stays at its value of the last step.
+    cosine rises again. Here the rate stays at its minimum, which it reaches one step after `total_steps`.
     """
     total = lr_scheduler_config.total_steps if lr_scheduler_config.total_steps is not None else training_steps
     schedulers = build_lr_schedulers(optimizers, lr_scheduler_config, training_steps)
