@@ -1,1 +1,1 @@
-"""Model definitions and sizes, and initialization that is equal in every layout."""
+"""Model definitions and sizes, and their initialization."""

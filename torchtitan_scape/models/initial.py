@@ -1,4 +1,4 @@
-"""Initialization of a model with the same weights in every layout."""
+"""Initialization of a model; on a CPU with the same weights in every layout."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def initialize(model: nn.Module, draw: Callable[[], None], whole: Callable[[], n
 
     DTensor draws no random numbers on a CPU: every rank would fill its shard from the same seed, so that all shards
     were equal. On a CPU each rank therefore draws the `whole` model and keeps its shards, which limits the model size
-    to the host's memory. A GPU draws in place.
+    to the host's memory. A GPU draws in place: every replica the same weights, but other ones in another layout.
     """
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))

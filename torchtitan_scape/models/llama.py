@@ -29,7 +29,7 @@ LLAMA_ARGS = {
 
 
 class Llama(Transformer):
-    """TorchTitan's Llama with the same initial weights in every layout, also on a CPU."""
+    """TorchTitan's Llama, on a CPU with the same initial weights in every layout."""
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         initialize(self, lambda: super(Llama, self).init_weights(buffer_device), self._drawn)
