@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -65,10 +66,12 @@ def test_a_memory_budget_lies_between_full_and_none(budget: float) -> None:
     assert found == pytest.approx(full + budget * (none - full), rel=0.01)
 
 
-def saved_bytes_per_token(workload: Workload, compiled: bool) -> float:
+def saved_bytes_per_token(workload: Workload, compiled: bool, by_operation: bool) -> float:
     """Return the bytes of the tensors that one block keeps for its backward pass, without its parameters."""
     import torch
+    from torchtitan.distributed.activation_checkpoint import apply_ac
 
+    from torchtitan_scape.models import gpt2
     from torchtitan_scape.models.registry import MODEL_FAMILIES, model_args
 
     name = "gpt_345m" if workload.gpt2 else "llama_500m"
@@ -76,7 +79,11 @@ def saved_bytes_per_token(workload: Workload, compiled: bool) -> float:
     args: Any = model_args(config.model)
     args.n_layers, args.vocab_size, args.max_seq_len = 1, 64, 32
     model = MODEL_FAMILIES[config.model.name].model_cls(args)
-    block = model.layers["0"].to(torch.bfloat16)
+    model.layers["0"].to(torch.bfloat16)
+    # TorchTitan's list has the attention of GPUs only.
+    saved = gpt2.SAVED | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+    recompute = config.activation_checkpoint
+    recompute.selective_ac_option = "op"
     x = torch.randn(2, 32, workload.width, dtype=torch.bfloat16, requires_grad=True)
     inputs = (x,) if workload.gpt2 else (x, model.freqs_cis, None)
     own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
@@ -86,16 +93,24 @@ def saved_bytes_per_token(workload: Workload, compiled: bool) -> float:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with patch.object(gpt2, "SAVED", saved), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if by_operation and workload.gpt2:
+            gpt2._save_products(model, recompute)
+        elif by_operation:
+            apply_ac(model, recompute, op_sac_save_list=saved)
+        block = model.layers["0"]
+        run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
         run(*inputs)
     return sum(storage.nbytes() for address, storage in found.items() if address not in own) / 64
 
 
-@pytest.mark.parametrize("workload, compiled", [(LLAMA, True), (GPT2, True), (GPT2, False)])
-def test_a_layer_stores_the_predicted_tensors(workload: Workload, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "workload, compiled, by_operation",
+    [(LLAMA, True, False), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True), (GPT2, True, True)],
+)
+def test_a_layer_stores_the_predicted_tensors(workload: Workload, compiled: bool, by_operation: bool) -> None:
     """Llama's norms are not fused on a CPU without compilation, and then store FP32 copies."""
-    chosen = Recomputation("none", compiles_layers=compiled)
+    chosen = Recomputation("selective" if by_operation else "none", "op", compiles_layers=compiled)
     deep, shallow = (replace(workload, layers=n, recomputation=chosen) for n in (2, 1))
     predicted = (deep.activation_bytes(1) - shallow.activation_bytes(1)) / workload.sequence
-    assert saved_bytes_per_token(workload, compiled) == pytest.approx(predicted, rel=0.01)
+    assert saved_bytes_per_token(workload, compiled, by_operation) == pytest.approx(predicted, rel=0.01)

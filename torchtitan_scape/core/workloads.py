@@ -225,15 +225,13 @@ class Workload:
 
         The former are the inputs of its matrices, norms and products, and FP32 statistics of attention and norms;
         attention stores no scores. torch.compile recomputes SiLU. The latter is the layer's input, and with "op" what
-        TorchTitan's list of operations saves: attention, and every second matrix product without bias.
+        TorchTitan's list of operations saves: attention, and every second matrix product.
         """
         w, kv, f = self.width, self.kv_width, self.ffn
         statistics = 4.0 * self.heads + 8.0
-        if self.gpt2:
-            complete, operations = 8 * w + 2 * f, 2 * w
-        else:
-            complete = 6 * w + 2 * kv + (3 if self.recomputation.compiles_layers else 4) * f
-            operations = 3 * w + kv + f
+        complete, operations = 6 * w + 2 * kv + 2 * f, 3 * w + kv + f
+        if not self.gpt2:
+            complete += f if self.recomputation.compiles_layers else 2 * f
         by_operation = self.recomputation.mode == "selective" and self.recomputation.option == "op"
         return 2.0 * complete + statistics, 2.0 * operations + 4.0 * self.heads if by_operation else 2.0 * w
 
