@@ -22,6 +22,8 @@ from tests.marks import slow
 from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, TWELVE, copy_checkpoint, first_steps, pool_for, train
 from torchtitan_scape.config.job_config import JobConfig
+from torchtitan_scape.titan.components import MetricsProcessor
+from torchtitan_scape.trainer import metrics
 from torchtitan_scape.trainer.metrics import ReplicaMetrics, name_write_errors
 
 
@@ -238,6 +240,20 @@ def test_tensorboard_contains_the_metrics(run_of_12: Any, tmp_path: Path) -> Non
     twice = EventAccumulator(str(tmp_path))
     twice.Reload()
     assert [event.step for event in twice.Scalars("sync/density")] == list(range(1, 13))
+
+
+def test_peak_memory_includes_validations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan resets the device's peak after every validation."""
+    peak = [7]
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_: peak.__setitem__(0, 5))
+    monkeypatch.setattr(metrics, "device_type", "cuda")
+    monkeypatch.setattr(
+        metrics.device_module, "memory_stats", lambda: {"active_bytes.all.peak": peak[0]}, raising=False
+    )
+    processor = object.__new__(ReplicaMetrics)
+    processor._peak = 0.0
+    processor.log_validation(1.0, 1)
+    assert processor.take_peak() == 7
 
 
 def test_wandb_that_is_not_installed_is_refused() -> None:

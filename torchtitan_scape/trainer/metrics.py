@@ -202,6 +202,10 @@ class ReplicaMetrics(MetricsProcessor):
             fields.append(delay_text(waits, step_seconds, self._hosts))
         logger.info("sync: " + " | ".join(field for field in (*fields, self.forecast, self._remaining(step)) if field))
 
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.take_peak()  # before the parent resets it
+        super().log_validation(loss, step, extra_metrics)
+
     def _remaining(self, step: int) -> str:
         """Return the remaining time of the run at the rate since the last log line; "" for the first one."""
         now, (step_before, before) = time.monotonic(), self._logged
