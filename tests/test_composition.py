@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from tests.marks import slow
 from tests.pool import Pool, attempts
-from tests.training import LAYOUTS, METHODS, TWELVE, train
+from tests.training import LAYOUTS, METHODS, TWELVE, scalars, train
 from torchtitan_scape.methods.registry import METHODS as REGISTERED
 
 CONTEXT = [*LAYOUTS["1x2"], "--parallelism.context_parallel_degree=2"]
@@ -126,6 +126,11 @@ def test_context_parallelism_of_gpt2(pool2: Pool, pool4: Pool, tmp_path: Path) -
     ((plain, parts, before, after),) = compared(pool2, pool4, tmp_path, gpt2)
     assert parts[0]["losses"] == pytest.approx(plain["losses"], rel=EXACT)
     assert after["validation_loss"] == pytest.approx(before["validation_loss"], rel=EXACT)
+    # TorchTitan counts the tokens of a sequence on both ranks that share it.
+    tags = ("n_tokens_seen", "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss")
+    (tokens, *_), (of_parts, mean, largest) = (scalars(tmp_path / k / "gpt2", *tags) for k in ("plain", "parts"))
+    assert of_parts == tokens
+    assert all(mean[step] < largest[step] < 1.2 * mean[step] for step in mean)
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao, of the extra `float8`, is not installed")

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,15 @@ def test_peak_memory_includes_validations(monkeypatch: pytest.MonkeyPatch) -> No
     processor._peak = 0.0
     processor.log_validation(1.0, 1)
     assert processor.take_peak() == 7
+
+
+def test_the_throughput_excludes_the_start() -> None:
+    """TorchTitan's clock starts when the metrics are built, before the checkpoint is loaded."""
+    processor = object.__new__(ReplicaMetrics)
+    processor.logger, processor.time_last_log = None, 0.0  # type: ignore[assignment]
+    before = time.perf_counter()
+    processor.begin(1, {})
+    assert processor.time_last_log >= before
 
 
 def test_wandb_that_is_not_installed_is_refused() -> None:

@@ -181,6 +181,19 @@ def train(
     }
 
 
+def scalars(folder: Path, *tags: str) -> list[dict[int, float]]:
+    """Return TensorBoard's values of a run by step, for each tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: list[dict[int, float]] = [{} for _ in tags]
+    for events in sorted((folder / "tb").rglob("events*")):
+        accumulator = EventAccumulator(str(events))
+        accumulator.Reload()
+        for tag, values in zip(tags, found, strict=True):
+            values |= {event.step: event.value for event in accumulator.Scalars(tag)}
+    return found
+
+
 def copy_checkpoint(run: Path, other: Path, step: int) -> None:
     """Copy a checkpoint of a run into the folder of another one, which resumes from it."""
     name = Path("checkpoint", f"step-{step}")

@@ -145,13 +145,14 @@ class ReplicaMetrics(MetricsProcessor):
             name_write_errors(writer)
 
     def begin(self, step: int, sent: dict[str, float] | None) -> None:
-        """Mark the first step of this process in TensorBoard's file.
+        """Start the clock of the throughput, and mark the first step of this process in TensorBoard's file.
 
         Names of folders end with the minute: a run that is started again within it writes to the same folder.
         TensorBoard then drops the values of the earlier start from `step` on, as with `purge_step`. `sent` is the
         result of `total_sent` in the checkpoint that the run continues from; {} without one.
         """
         self._sent_earlier = sent
+        self.time_last_log = time.perf_counter()  # not at construction: building and loading a run takes minutes
         for writer in self._writers():
             start = SessionLog(status=SessionLog.START)
             writer.file_writer.add_event(Event(step=step, session_log=start))
@@ -178,11 +179,15 @@ class ReplicaMetrics(MetricsProcessor):
         global_avg_loss, global_max_loss = from_last_stage(self.parallel_dims, losses, device)
         self.last_loss = global_avg_loss
         self.take_peak()  # before the parent's `log` resets it
+        # TorchTitan counts all tokens of a sequence on each of the ranks that share it by context parallelism.
+        global_max_loss *= self.parallel_dims.cp
         figures = self.optimizers.replica.metrics()
         sent = self.bytes_per_step(steps, self._sent_before)
         self._sent_before = dict(self.optimizers.replica.collectives.ledger.sent)
         seconds = {name: total / steps for name, total in self._take_seconds().items()}
         extra = dict(extra_metrics or {})
+        if "n_tokens_seen" in extra:
+            extra["n_tokens_seen"] /= self.parallel_dims.cp
         extra |= {f"sync/{name}": value for name, value in figures.items()}
         if "lr" in extra:  # TorchTitan writes it to TensorBoard, but not to its log line.
             figures["lr"] = extra["lr"]
@@ -193,6 +198,8 @@ class ReplicaMetrics(MetricsProcessor):
         waits, step_seconds = self._gather_waits(seconds)
         extra |= {"sync/wait_max(s)": max(waits), "sync/wait_min(s)": min(waits)}
         extra["sync/slowest_rank"] = slowest_rank(waits, step_seconds)
+        # TorchTitan divides by `log_freq`, but step 1 and a start between two log lines have fewer steps.
+        extra["time_metrics/end_to_end(s)"] = (time.perf_counter() - self.time_last_log) / steps
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         # Replicas with weights of their own have gradient norms of their own.
         zero = torch.tensor(float(grad_norm == 0.0), dtype=torch.float32, device=device)

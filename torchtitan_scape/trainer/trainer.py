@@ -274,9 +274,9 @@ class ScapeTrainer(Trainer):
         begin = time.perf_counter()
         if self.observation is not None:
             self.observation.before_step(self.step)
-        self._tokens.start()
         if self.steps_taken == 0:
             self.metrics_processor.begin(self.step, {} if self.step == 1 else self.checkpointer.record.sent)
+        self._tokens.start()
         self.metrics_processor.steps_since_log += 1
         with (
             patches.gradient_norm(lambda: self.replica_optimizer.grad_norm),
