@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.marks import slow
 from tests.pool import Pool
-from tests.training import LAYOUTS, METHODS, copy_checkpoint, train
+from tests.training import LAYOUTS, METHODS, copy_checkpoint, scalars, train
 
 ALONE = ["--parallelism.data_parallel_replicate_degree=1", "--parallelism.data_parallel_shard_degree=1"]
 
@@ -61,6 +62,27 @@ def test_simulated_replicas_equal_a_run_of_two_ranks(
     # The cost model pads the payload's chunks by another rule.
     predicted = ours["predicted"]["run"]["bytes_sent_per_step_and_rank"]["network"]
     assert predicted == pytest.approx(ours["planned_bytes_per_step_and_rank"], rel=1e-4)
+
+
+def train_with_empty_documents(*arguments: Any) -> None:
+    from torchtitan_scape.data.loader import TextDataLoader
+
+    with patch.object(TextDataLoader, "empty_documents", lambda self: 3):
+        train(*arguments)
+
+
+def test_throughput_after_a_resume_with_another_batch(pool1: Pool, tmp_path: Path) -> None:
+    """The throughput was that of the mean batch of all steps, and empty documents counted once more per replica."""
+    arguments = [*METHODS["adams"], *ALONE, simulate(2), "--training.steps=4", "--metrics.log_freq=4"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval=2", "--validation.no-enable"]
+    for batch, stop in ((4, 2), (8, None)):
+        pool1(train_with_empty_documents, str(tmp_path), [*arguments, f"--training.global_batch_size={batch}"], stop)
+        found = summary(tmp_path)
+        assert found["tokens_per_second"] * found["seconds_per_step"] == pytest.approx(batch * 64)
+        assert found["empty_documents"] == 6
+    assert found["tokens"] == 2 * (4 + 8) * 64
+    rates, seconds = scalars(tmp_path, "throughput(tps)", "time_metrics/end_to_end(s)")
+    assert {step: rates[step] * seconds[step] for step in rates} == pytest.approx({1: 4 * 64, 4: 8 * 64}, rel=0.05)
 
 
 @pytest.mark.parametrize("method", [slow("scape"), slow("diloco")])

@@ -73,11 +73,14 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
     """Return the content of summary.json, and the bytes per step of the metrics. Collective."""
     replica_optimizer, metrics, steps = trainer.replica_optimizer, trainer.metrics_processor, trainer.steps_taken
     sent = metrics.bytes_per_step(steps, since={})
-    local = [trainer.ntokens_seen / trainer.simulated, float(trainer.dataloader.empty_documents())]
+    local = [trainer.ntokens_seen, trainer.dataloader.empty_documents()]
     read = torch.tensor(local, dtype=torch.float64, device=replica_optimizer.grad_norm.device)
-    # Ranks with the same data-parallel index read the same tokens.
-    read = replica_optimizer.collectives.sum_over_all(read) / trainer.parallel_dims.non_data_parallel_size
-    tokens_seen, empty = read.tolist()
+    # Values are summed once per simulated replica. Ranks with the same data-parallel index read the same tokens.
+    copies = trainer.simulated * trainer.parallel_dims.non_data_parallel_size
+    tokens_seen, empty = (replica_optimizer.collectives.sum_over_all(read) / copies).tolist()
+    layout, training = trainer.layout, trainer.job_config.training
+    # Those of the whole run divided by its steps differ if it was resumed with another global batch.
+    batch = layout.replicate * layout.shard * trainer.gradient_accumulation_steps * training.local_batch_size
     shards, planned = _planned_on_shard_axis(trainer), _planned_on_replicate_axis(trainer)
     validates, calls = trainer.job_config.validation.enable, replica_optimizer.collectives.ledger.calls
     summary = {
@@ -86,11 +89,11 @@ def _measured(trainer: SummaryView) -> tuple[dict[str, Any], Any]:
         "steps": trainer.step,
         "tokens": int(tokens_seen),
         "empty_documents": int(empty),
-        "sequence": trainer.job_config.training.seq_len,
+        "sequence": training.seq_len,
         "training_loss": metrics.last_loss,
         "validation_loss": trainer.validator.last_loss if validates else None,
         **{f"validation_{name}": value for name, value in (trainer.validator.figures if validates else {}).items()},
-        "tokens_per_second": tokens_seen / trainer.step * steps / trainer.train_seconds,
+        "tokens_per_second": batch * training.seq_len * steps / trainer.train_seconds,
         "seconds_per_step": trainer.train_seconds / steps,
         "seconds_by_phase": metrics.mean_seconds(steps),
         "bytes_sent_per_step_and_rank": sent.replicas,
