@@ -129,6 +129,17 @@ def test_a_dry_run_can_take_steps(tmp_path: Path) -> None:
     assert "\nlr = 0.002  # train_configs/embedded.toml\n" in resolved
 
 
+def test_a_start_that_takes_no_step_does_not_replace_the_recipe_of_the_run(tmp_path: Path) -> None:
+    """The checkpoint is of another model; or the run has ended, so that its sequence length is only in this file."""
+    run = [*SHORT, *SMALL, f"--job.dump_folder={tmp_path}", "--checkpoint.enable", "--validation.no-enable"]
+    assert launch({"NGPU": "1"}, *run, "--training.steps=1")[0].returncode == 0
+    written = (tmp_path / "resolved.toml").read_text()
+    assert launch({"NGPU": "1"}, *run, "--training.steps=1", "--training.seq_len=64")[0].returncode == 0
+    refused, _ = launch({"NGPU": "1"}, *run, "--training.steps=2")
+    assert refused.returncode == 2 and "contains only the model" in refused.stderr
+    assert (tmp_path / "resolved.toml").read_text() == written
+
+
 def test_a_missing_recipe_and_a_missing_rendezvous_are_named() -> None:
     result, _ = launch({"CONFIG_FILE": "train_configs/none.toml"})
     assert result.returncode == 2 and "train_configs/none.toml does not exist" in result.stderr

@@ -59,8 +59,10 @@ def run(arguments: list[str], shutdown: Shutdown) -> None:
         report_dry_run(trainer, saving)
         return
     if dist.get_rank() == 0:
-        resolved.write(config.job.dump_folder)
+        # Not before: a start whose load is refused, or which has no step left, is not the run of this folder.
+        trainer.before_first_step = lambda: resolved.write(config.job.dump_folder)
     if config.checkpoint.create_seed_checkpoint:
+        trainer.before_first_step()
         trainer.checkpointer.save(curr_step=0, last_step=True)
     else:
         trainer.train()

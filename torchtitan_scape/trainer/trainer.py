@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -64,6 +64,7 @@ class ScapeTrainer(Trainer):
     step: int
     ntokens_seen: int
     shutdown: Shutdown | None = None  # None in tests, where a process builds several trainers
+    before_first_step: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, job_config: JobConfig) -> None:
         if "LOCAL_RANK" not in os.environ:
@@ -265,6 +266,8 @@ class ScapeTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run TorchTitan's step, and what follows it."""
+        if self.steps_taken == 0:
+            self.before_first_step()
         flushes = self.step == self.job_config.training.steps and self.job_config.sync.flush_at_end
         if flushes or self.job_config.sharding.sparse:
             # A full exchange, and the backward pass of TAGC, change states that may still be copied for a checkpoint.
