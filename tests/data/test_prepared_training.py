@@ -15,13 +15,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.checkpoint.runs import MORE
 from tests.data.conftest import tokenizer_in
 from tests.data.test_prepared import prepared
+from tests.logs import logged
 from tests.pool import Pool, attempts
 from tests.training import LAYOUTS, METHODS, train
 from torchtitan_scape.checkpoint.best import BestCheckpoint
 from torchtitan_scape.data import BYTE_TOKENIZER
 from torchtitan_scape.titan.components import AsyncMode
+from torchtitan_scape.titan.config import Validation
 from torchtitan_scape.trainer.checkpointer import ReplicaCheckpointer
 from torchtitan_scape.trainer.trainer import ScapeTrainer
+from torchtitan_scape.trainer.validator import validated_data
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +100,18 @@ def test_the_best_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
     assert noted(best, (5, 1.5, True), begun=4) == (5, 5)
     assert [row[0] for row in json.loads((tmp_path / "best.json").read_text())["losses"]] == [1, 2, 4, 5]
     of = {"dataset": "prepared"}
-    assert noted(BestCheckpoint(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
+    with logged() as lines:
+        assert noted(BestCheckpoint(tmp_path, of), (6, 9.0, True), begun=5) == (6, 6)
+    assert "other validation data (dataset 'text' -> 'prepared'), which are not compared" in "\n".join(lines)
     (tmp_path / "best.json").write_text("{")
     assert BestCheckpoint(tmp_path, of).checkpoint_step(steps) is None
+
+
+def test_losses_of_another_number_of_readers_are_of_other_text() -> None:
+    """An elastic run compared them; a whole split is the same text for all numbers."""
+    two, four = (validated_data(Validation(steps=10), readers) for readers in (2, 4))
+    assert two != four and two["local_batch_size"] == Validation().local_batch_size
+    assert validated_data(Validation(steps=-1), 2) == validated_data(Validation(steps=-1), 4)
 
 
 def test_the_best_checkpoint_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

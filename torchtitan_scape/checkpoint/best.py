@@ -49,12 +49,21 @@ class BestCheckpoint:
         try:
             content = parse_json(self.path.read_bytes())
             losses = [[int(step), float(loss), bool(saved)] for step, loss, saved in content["losses"]]
-            return losses if content["validation"] == self.validation else []
+            of = dict(content["validation"])
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError):
             logger.warning(f"{self.path} cannot be read; it is replaced at the next validation")
             return []
+        changed = {key: (of[key], value) for key, value in self.validation.items() if of.get(key, value) != value}
+        if not changed:
+            return losses
+        changes = ", ".join(f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items())
+        logger.warning(
+            f"{self.path} has losses of other validation data ({changes}), which are not compared with those that "
+            "follow: the best checkpoint until now may be deleted"
+        )
+        return []
 
     def checkpoint_step(self, steps: Collection[int]) -> int | None:
         """Return the step of the checkpoint with the lowest loss among these steps, or None without a checkpoint."""

@@ -48,6 +48,7 @@ from torchtitan_scape.trainer.metrics import Health, ReplicaMetrics
 from torchtitan_scape.trainer.optimizers import TitanOptimizers, schedule_text
 from torchtitan_scape.trainer.parallelize import LossPerToken, ReplicaParallelDims
 from torchtitan_scape.trainer.specs import register
+from torchtitan_scape.trainer.validator import validated_data
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,8 @@ class ScapeTrainer(Trainer):
 
     def _attach_validator(self) -> None:
         self.validator.shared_weights, self.validator.validated = self._shared_weights, self._validated
-        validation, compared = self.job_config.validation, ("dataset", "dataset_path", "steps", "seq_len")
-        data = {key: getattr(validation, key) for key in compared}
+        readers = self.layout.replicate * self.layout.shard * self.simulated
+        data = validated_data(self.job_config.validation, readers)
         self.best = BestCheckpoint(Path(self.job_config.job.dump_folder), data)
         self.checkpointer.best = self.best
 

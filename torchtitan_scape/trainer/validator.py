@@ -18,6 +18,7 @@ from torchtitan_scape.data.loader import Batch, text_loader
 from torchtitan_scape.data.prepared import NAME, Split, open_split
 from torchtitan_scape.data.read_ahead import SimulatedDataLoader
 from torchtitan_scape.titan.components import MetricsProcessor, Validator
+from torchtitan_scape.titan.config import Validation
 from torchtitan_scape.titan.data import BaseDataLoader, BaseTokenizer
 from torchtitan_scape.titan.distributed import ParallelDims, device_type
 from torchtitan_scape.titan.patches import no_validation_loader
@@ -114,6 +115,18 @@ def validation_batches(
         for inputs, labels in zip(*(part.split(size) for part in rows), strict=True)
     ]
     return FixedBatches(batches, len(batches))
+
+
+def validated_data(validation: Validation, readers: int) -> dict[str, Any]:
+    """Return the values that determine the validated text: losses of other text are not compared.
+
+    A whole split is the same for any number of readers, except for the few sequences that are left over.
+    """
+    compared = ("dataset", "dataset_path", "steps", "seq_len")
+    data = {key: getattr(validation, key) for key in compared}
+    if validation.steps != WHOLE:
+        data |= {"local_batch_size": validation.local_batch_size, "readers": readers}
+    return data
 
 
 def _concatenate(batches: Iterable[Batch], seq_len: int) -> Rows:
