@@ -34,6 +34,17 @@ def test_numbers_of_nodes_that_do_not_divide_the_batch_are_left_out() -> None:
     assert counts(1, 4, 1, "--training.local_batch_size=1", "--training.global_batch_size=12") == ([1, 2, 3, 4], {}, 12)
 
 
+def test_copies_cover_the_nodes_that_wait_after_a_lost_node() -> None:
+    """Of four nodes two continue, and the copy of a file may be on the one that waits: see the lost neighbors in
+    tests/checkpoint/test_node_folders.py.
+    """
+    batch = ["--training.local_batch_size=1", "--training.global_batch_size=4"]
+    with pytest.raises(ValueError, match=r"of 4 nodes is lost, 2 continue and 1 wait, .* set copies = 2, or"):
+        counts(2, 4, 1, *batch, "--checkpoint.copies=1")
+    assert counts(2, 4, 1, *batch, "--checkpoint.copies=2")[0] == [2, 4]
+    assert counts(1, 2, 1, *batch, "--checkpoint.copies=1")[0] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,6 +9,7 @@ data-parallel rank of MAX nodes.
 
 import os
 import sys
+from itertools import pairwise
 
 from torchtitan_scape.config.checks import check_config, check_library_keys, import_custom
 from torchtitan_scape.config.job_config import JobConfig
@@ -112,7 +113,8 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
 def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int) -> tuple[list[int], dict[int, str]]:
     """Return the usable numbers of nodes, and the reason why each of the others is not. Sets the global batch size.
 
-    Raises ValueError if fewer than two are usable, or if the run writes no checkpoints.
+    Raises ValueError if fewer than two are usable, if the run writes no checkpoints, or if their copies on other nodes
+    do not cover the nodes that a single loss excludes.
     """
     if not config.checkpoint.enable or config.checkpoint.load_only:
         raise ValueError(
@@ -136,6 +138,14 @@ def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int)
     if len(usable) < 2:
         nodes, reason = next(iter(refused.items()))
         raise ValueError(f"NNODES={least}:{most}: {nodes} nodes of {ranks_per_node} ranks cannot be used: {reason}")
+    copies = config.checkpoint.copies
+    for fewer, more in pairwise(usable):
+        if 0 < copies < more - fewer:
+            raise ValueError(
+                f"NNODES={least}:{most}, [checkpoint] copies = {copies}: when one of {more} nodes is lost, {fewer} "
+                f"continue and {more - fewer - 1} wait, and a file may be on these alone; set copies = {more - fewer}, "
+                "or a global_batch_size that the numbers between can use"
+            )
     return usable, refused
 
 
