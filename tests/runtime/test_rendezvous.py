@@ -199,10 +199,12 @@ def test_a_run_starts_with_fewer_nodes_and_takes_one_that_joins_later(port: int)
     assert serving.found.world_size == other.found.world_size == 2
     assert "starting with 2 node(s) of 1, 2, 4" in serving.lines[-1]
     time.sleep(2.5)  # For two heartbeats of the waiting node.
-    assert serving.handler.num_nodes_waiting() == 0 and not serving.handler.regroups, "3 nodes cannot be used"
-    fourth = Launcher(port, 4, counts=counts)
     for one in (serving, other):
-        wait_until(lambda: one.handler.num_nodes_waiting() == 0 and one.handler.regroups, 15.0)  # noqa: B023
+        assert one.handler.num_nodes_waiting() == 0 and not one.handler.regroups, "3 nodes cannot be used"
+    fourth = Launcher(port, 4, counts=counts)
+    wait_until(lambda: serving.handler.num_nodes_waiting() == 0 and serving.handler.regroups, 15.0)
+    other.handler.look_after_stop()  # the ranks have ended before it looks again
+    assert serving.handler.regroups == other.handler.regroups == 4
     assert (serving.joins, other.joins) == (1, 0) and "from 2 to 4 nodes after a checkpoint" in serving.lines[-1]
     time.sleep(1.0)  # The ranks write a checkpoint.
     for one in (serving, other):

@@ -249,6 +249,8 @@ def main() -> None:
 def _outcome(error: ChildFailedError, ranks: LocalRanks) -> tuple[int, str]:
     """Return the exit code of the run on this node, and the line to print."""
     codes = {failure.exitcode for failure in error.failures.values()}
+    if STOPPED in codes and ranks.rendezvous is not None:
+        ranks.rendezvous.look_after_stop()
     if STOPPED in codes and ranks.regroups:
         return STOPPED, "stopped with a checkpoint; restarting with the nodes that have joined"
     if STOPPED in codes:

@@ -127,15 +127,25 @@ class LauncherRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Look for waiting nodes, at most once a second. Return 0, because torchrun would kill the ranks after 30 s."""
-        now = time.monotonic()
-        if self._joining is not None and len(self._counts) > 1 and not self.regroups and now >= self._next_look:
+        if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + 1.0
+            if self._look() and self._joining is not None and self._joining.serves:
+                self._on_join()
+        return 0
+
+    def look_after_stop(self) -> None:
+        """Read the decision of node 0 if it is not known: the ranks may have ended within a second after it."""
+        if self._joining is not None and not self._joining.serves:
+            self._look()
+
+    def _look(self) -> bool:
+        """Return whether it is known now, and was not before, that the ranks stop for nodes that wait."""
+        if self._joining is not None and len(self._counts) > 1 and not self.regroups:
             # The store is gone, which the ranks detect, or another program writes to it.
             with contextlib.suppress(RuntimeError, ConnectionError, ValueError):
                 self.regroups = self._joining.regroups()
-                if self.regroups and self._joining.serves:
-                    self._on_join()
-        return 0
+                return self.regroups > 0
+        return False
 
     def get_run_id(self) -> str:
         return self._run_id
