@@ -37,7 +37,7 @@ def saved(folder: str, steps: int, *arguments: str, nan_at: int | None = None) -
     kept = [
         line
         for line in messages
-        if any(word in line for word in ("damaged", "Resumed", "incomplete", "takes", "only the model"))
+        if any(word in line for word in ("damaged", "Resumed", "incomplete", "takes", "only the model", "load_step"))
     ]
     return result | {"messages": kept}
 
@@ -158,7 +158,9 @@ def test_keeping_the_latest_never_deletes_the_only_good_one(
     assert {path.name for path in steps.iterdir()} == {"step-6", "step-8"}
     # Back to an earlier step: newer checkpoints do not count for the deletion of those that follow.
     folder = shutil.copytree(run[0], tmp_path / "back")
-    pool2(saved, str(folder), 4, keep, "--checkpoint.load_step=2", "--checkpoint.interval=1")
+    back = pool2(saved, str(folder), 4, keep, "--checkpoint.load_step=2", "--checkpoint.interval=1")
+    warning = "checkpoint.load_step = 2: a start without it loads the newest checkpoint, step-8 now; delete those after"
+    assert any(warning in line for line in back[0]["messages"])
     assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-3", "step-4", "step-6", "step-8"}
 
 

@@ -387,7 +387,12 @@ class ReplicaCheckpointer(CheckpointManager):
             raise ValueError(f"checkpoint.load_step = {step}, but there is no finished {path}; {known}")
         if (damage := self._damage(path)) is not None:
             raise ValueError(f"{path} is damaged: {damage}; select another step with --checkpoint.load_step")
-        self._not_counted |= {later for later in steps if later > step}
+        if later := [s for s in steps if s > step]:
+            logger.warning(
+                f"checkpoint.load_step = {step}: a start without it loads the newest checkpoint, step-{later[-1]} now; "
+                f"delete those after step-{step} if the run is to continue from here"
+            )
+        self._not_counted |= set(later)
         return path
 
     def _load_initial(self) -> bool:
