@@ -30,7 +30,7 @@ PATH = Path("run/step-2")  # relative: each host has its own working directory
 ENTRIES = 3000  # of each rank's tensor: several pieces
 
 
-def on_nodes(folder: str, hosts: str, work: Callable[..., Any], *args: Any) -> Any:
+def on_nodes(folder: str, hosts: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run on nodes with the names `hosts`, in order, each with a folder of its own and the same number of ranks.
 
     Every rank has a GPU of its own as device 0, as with Slurm's --gpus-per-task=1.
@@ -44,7 +44,7 @@ def on_nodes(folder: str, hosts: str, work: Callable[..., Any], *args: Any) -> A
         patch.object(node_folders, "_PIECE", 5000),
         patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(per_node)),
     ):
-        return work(*args)
+        return work(*args, **kwargs)
 
 
 def state_of(rank: int, seed: int) -> dict[str, torch.Tensor]:
@@ -55,9 +55,10 @@ def state_of(rank: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(copies: int, step: int = 2, seed: int = 0) -> None:
+def save(copies: int, step: int = 2, seed: int = 0, run: str = "run") -> None:
     path = PATH.with_name(f"step-{step}")
     nodes = NodeFolders(copies)
+    nodes.run = run
     nodes.begin(path)
     writer = CheckedWriter(path, shared=False)
     dcp.save(state_of(dist.get_rank(), seed), storage_writer=writer, checkpoint_id=path)
@@ -134,6 +135,14 @@ def test_a_file_whose_copies_are_all_damaged_is_missing(pool2: Pool, tmp_path: P
         assert reason.endswith("no node has __1_0.distcp (was on b, a)")
 
 
+def test_a_manifest_that_is_damaged_on_all_nodes_is_the_damage_of_the_step(pool2: Pool, tmp_path: Path) -> None:
+    """The start ended; an older checkpoint is loaded now."""
+    pool2(on_nodes, str(tmp_path), "ab", save, 1)
+    for host in "ab":
+        (tmp_path / host / PATH / "manifest.json").write_text("{")
+    assert pool2(on_nodes, str(tmp_path), "ab", restore, 2) == [f"{PATH}/manifest.json is damaged"] * 2
+
+
 def test_a_node_that_was_away_gets_the_later_checkpoint_of_a_step(pool2: Pool, pool3: Pool, tmp_path: Path) -> None:
     pool3(on_nodes, str(tmp_path), "abc", save, 1)
     pool2(on_nodes, str(tmp_path), "ab", save, 1, 2, 7)
@@ -146,6 +155,15 @@ def test_a_complete_checkpoint_is_preferred_to_a_later_one_with_missing_files(
     pool2(on_nodes, str(tmp_path), "de", save, 1)
     pool3(on_nodes, str(tmp_path), "abc", save, 1, 2, 7)
     assert pool3(on_nodes, str(tmp_path), "dae", restore, 2, 0) == [None] * 3
+
+
+def test_a_node_with_the_folder_of_another_run_is_refused(pool2: Pool, pool3: Pool, tmp_path: Path) -> None:
+    """All nodes continued from its later step."""
+    pool2(on_nodes, str(tmp_path), "ab", save, 1, run="")
+    pool2(on_nodes, str(tmp_path), "de", save, 1, 4, run="")
+    for good, text in pool3.outcomes(on_nodes, str(tmp_path), "abd", restore, 2):
+        assert not good and "several runs: step-2 on a, step-2 on b and step-4 on d; delete" in text
+    assert {path.name for path in (tmp_path / "a" / PATH.parent).iterdir()} == {"step-2"}
 
 
 def all_steps(copies: int) -> list[int]:

@@ -12,7 +12,8 @@ All methods are collective over all ranks. Every rank writes its file into the f
 node, its *leader*, sends the node's files to the next `copies` nodes, in a ring, and `.metadata` of rank 0 goes to all
 nodes. The manifest, the same on all nodes, is written last. Therefore a step with a manifest on some node is complete
 as long as no `copies` + 1 consecutive nodes are lost. A node is identified by nothing but its files: nodes can be
-numbered anew, replaced or removed between two starts.
+numbered anew, replaced or removed between two starts. The manifest has a random name of the run, so that a node with
+the folder of another run is refused.
 
 Files are sent over gloo in pieces, so that memory is bounded, and checked by their CRC-32 when they arrive. An I/O
 error on one node does not stop the transfers, in which other nodes would wait; it is raised on all ranks afterwards.
@@ -22,6 +23,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -106,7 +108,10 @@ class NodeFolders:
 
     Attributes:
         leads: Whether this rank is the first one of its node.
+        run: Name of the run in manifests, on the first rank of each node; "" until one was read or written.
     """
+
+    run = ""
 
     def __init__(self, copies: int, environment: Mapping[str, str] = os.environ) -> None:
         rank, first = dist.get_rank(), _is_first(environment)
@@ -163,7 +168,8 @@ class NodeFolders:
                     for name in names
                 }
                 manifest = parse_json((path / UNPUBLISHED).read_bytes())
-                text[0] = json.dumps(manifest | {"saved": time.time(), "hosts": hosts}, indent=1)
+                self.run = self.run or secrets.token_hex(8)
+                text[0] = json.dumps(manifest | {"saved": time.time(), "hosts": hosts, "run": self.run}, indent=1)
         dist.broadcast_object_list(text, self._leaders[0], group=self._leader_group)
         with self._noted():
             write_whole(path / UNPUBLISHED, text[0] or "")
@@ -195,10 +201,21 @@ class NodeFolders:
 
         Raises:
             OSError: On every rank, if a node cannot be written.
+            ValueError: On every rank, if the nodes have checkpoints of several runs.
         """
+        own: dict[int, _Version] = {}
+        versions: list[tuple[str, _Version]] = []
         if self.leads:
             own = {one.step: one for one in _versions_in(Path(folder))}
-            for step, manifest in _preferred(gather_lists(self._leader_group, list(own.values()))).items():
+            mine = [(self._hosts[self._node], one) for one in own.values()]
+            versions = gather_lists(self._leader_group, mine)
+        runs = _runs_of(versions)
+        self.run = next(iter(runs), "")
+        several = [" and ".join(first_text(texts, 4) for texts in runs.values())] if len(runs) > 1 else []
+        if several := gather_lists(self._ranks, several):
+            raise ValueError(f"{folder} has checkpoints of several runs: {several[0]}; delete those of the others")
+        if self.leads:
+            for step, manifest in _preferred([one for _, one in versions]).items():
                 path = Path(folder, f"step-{step}")
                 if step in own and own[step].manifest == manifest:
                     continue
@@ -213,13 +230,20 @@ class NodeFolders:
         """Verify the files of all nodes, and send every node the intact files that it lacks.
 
         Returns:
-            None if all nodes have all files now; else the files that no node has, as a clause.
+            None if all nodes have all files now; else the files that no node has, or the damage of the manifest, as a
+            clause.
 
         Raises:
             OSError: On every rank, if a node cannot be written.
         """
         path, start = Path(path), time.monotonic()
-        files = read_manifest(path)
+        files, damaged = list[FileSum](), list[str]()
+        try:
+            files = read_manifest(path)
+        except ValueError as error:  # no node has an intact one, see `exchange_manifests`
+            damaged.append(str(error))
+        if damaged := gather_lists(self._ranks, damaged):
+            return damaged[0]
         intact, damages = self._verify(path, files)
         if missing := [one.name for one in files if one.name not in intact]:
             return "; ".join([*damages, _missing_text(path, missing)])
@@ -312,6 +336,15 @@ def _versions_in(folder: Path) -> list[_Version]:
             present = tuple(one.name for one in files if damage_of(path, one, reads=False) is None)
             versions.append(_Version(step, (path / MANIFEST).read_text(), present))
     return versions
+
+
+def _runs_of(versions: Sequence[tuple[str, _Version]]) -> dict[str, list[str]]:
+    """Return the steps and hosts by run of versions, each with its host. Manifests of earlier versions name no run."""
+    found: dict[str, list[str]] = {}
+    for host, one in versions:
+        if run := parse_json(one.manifest).get("run"):
+            found.setdefault(run, []).append(f"step-{one.step} on {host}")
+    return found
 
 
 def _preferred(versions: Sequence[_Version]) -> dict[int, str]:
