@@ -10,6 +10,7 @@ from scripts.faults.fault_runs import PrivateFolders
 from scripts.faults.lost_nodes import ARGUMENTS, ElasticRun, repeated_by_hand
 from tests.runtime.test_launch import launch
 from torchtitan_scape.config.parsing import parse
+from torchtitan_scape.trainer import layout
 from torchtitan_scape.trainer.layout import usable_counts
 
 
@@ -32,6 +33,14 @@ def test_numbers_of_nodes_that_do_not_divide_the_batch_are_left_out() -> None:
         "[training] global_batch_size = 96 is not a multiple of local_batch_size 3 x 24 data-parallel ranks = 72"
     )
     assert counts(1, 4, 1, "--training.local_batch_size=1", "--training.global_batch_size=12") == ([1, 2, 3, 4], {}, 12)
+
+
+def test_a_batch_that_follows_the_nodes_can_use_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["--job.config_file=train_configs/embedded.toml", "--checkpoint.enable", "--training.local_batch_size=3"]
+    assert layout.main(["2", "4", "8", *recipe, "--training.global_batch_size=-1"]) == 0
+    text = capsys.readouterr()
+    assert text.out.splitlines()[-1] == "[2, 3, 4] -1"
+    assert text.err.endswith("every step trains one local batch per data-parallel rank, with 2, 3, 4 nodes\n")
 
 
 def test_copies_cover_the_nodes_that_wait_after_a_lost_node() -> None:

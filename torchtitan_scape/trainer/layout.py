@@ -4,7 +4,7 @@
 
 The last line of the output has the usable numbers as JSON and the global batch size. The batch is the same for all of
 them: fewer replicas accumulate more gradients. Without training.global_batch_size it is one local batch per
-data-parallel rank of MAX nodes.
+data-parallel rank of MAX nodes. With --training.global_batch_size=-1 it is -1: one per data-parallel rank of each.
 """
 
 import os
@@ -20,6 +20,8 @@ from torchtitan_scape.titan.components import model_converters
 from torchtitan_scape.titan.distributed import device_module
 from torchtitan_scape.topology.layout import Layout, plan_layout, ranks_per_node_from_environment
 from torchtitan_scape.topology.machines import Links, detect_machine, get_machine, with_measured_links
+
+FOLLOWS = "--training.global_batch_size=-1"
 
 
 def is_dry_run(config: JobConfig) -> bool:
@@ -110,8 +112,11 @@ def _check_batch(config: JobConfig, layout: Layout) -> None:
             )
 
 
-def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int) -> tuple[list[int], dict[int, str]]:
-    """Return the usable numbers of nodes, and the reason why each of the others is not. Sets the global batch size.
+def usable_counts(
+    config: JobConfig, least: int, most: int, ranks_per_node: int, follows: bool = False
+) -> tuple[list[int], dict[int, str]]:
+    """Return the usable numbers of nodes, and the reason why each of the others is not. Sets the global batch size,
+    unless it `follows` the number of nodes.
 
     Raises ValueError if fewer than two are usable, if the run writes no checkpoints, or if their copies on other nodes
     do not cover the nodes that a single loss excludes.
@@ -132,7 +137,7 @@ def usable_counts(config: JobConfig, least: int, most: int, ranks_per_node: int)
         except ValueError as error:
             refused[nodes] = str(error)
             continue
-        if training.global_batch_size < 0:
+        if training.global_batch_size < 0 and not follows:
             training.global_batch_size = training.local_batch_size * layout.replicate * layout.shard
         usable.insert(0, nodes)
     if len(usable) < 2:
@@ -153,17 +158,15 @@ def main(arguments: list[str]) -> int:
     least, most, ranks = (int(argument) for argument in arguments[:3])
     try:
         config = resolve(arguments[3:]).config
-        usable, refused = usable_counts(config, least, most, ranks)
+        usable, refused = usable_counts(config, least, most, ranks, FOLLOWS in arguments)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for nodes, reason in sorted(refused.items()):
         print(f"NNODES={least}:{most}: {nodes} nodes will not be used: {reason}", file=sys.stderr)
     batch = config.training.global_batch_size
-    print(
-        f"NNODES={least}:{most}: every step trains {batch} sequences, with {', '.join(map(str, usable))} nodes",
-        file=sys.stderr,
-    )
+    each = f"{batch} sequences" if batch > 0 else "one local batch per data-parallel rank"
+    print(f"NNODES={least}:{most}: every step trains {each}, with {', '.join(map(str, usable))} nodes", file=sys.stderr)
     print(usable, batch)
     return 0
 
