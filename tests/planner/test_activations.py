@@ -34,7 +34,7 @@ def test_the_prediction_is_within_a_tenth_of_the_measured_peak(arguments: list[s
     workload, run, micro_batch = workload_of(config), method_of(config), config.training.local_batch_size
     if (replicas := config.topology.simulate_replicas) > 1:
         kinds = run.simulated_memory(workload.local(1), replicas)
-        kinds |= {"copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
+        kinds |= {"copy": workload.working_bytes(1), "activations": workload.activation_bytes(micro_batch)}
     else:
         kinds = run.total_memory(workload, 1, 1, micro_batch)
     assert sum(kinds.values()) == pytest.approx(gib * 2**30, rel=0.1)
@@ -52,6 +52,13 @@ def test_every_mode_is_read_from_the_configuration() -> None:
     every_third = activations("--activation_checkpoint.selective_ac_option=3")
     assert found[1] < every_third < found[0]
     assert found[1] == LLAMA.activation_bytes(1)  # the default is that of the recipes
+
+
+def test_an_fp32_run_needs_larger_activations_and_on_one_rank_no_copy_of_fsdp() -> None:
+    given = "--job.config_file=train_configs/llama_500m.toml"
+    half, full = (workload_of(parse([given, f"--training.mixed_precision_param={t}"])) for t in ("bfloat16", "float32"))
+    assert 1.9 * half.activation_bytes(1) < full.activation_bytes(1) < 2 * half.activation_bytes(1)
+    assert full.working_bytes(1) == 0 and full.working_bytes(8) == pytest.approx(1.6 * half.working_bytes(8))
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
@@ -79,12 +86,13 @@ def saved_bytes_per_token(workload: Workload, compiled: bool, by_operation: bool
     args: Any = model_args(config.model)
     args.n_layers, args.vocab_size, args.max_seq_len = 1, 64, 32
     model = MODEL_FAMILIES[config.model.name].model_cls(args)
-    model.layers["0"].to(torch.bfloat16)
+    dtype = torch.bfloat16 if workload.entry_bytes == 2 else torch.float32
+    model.layers["0"].to(dtype)
     # TorchTitan's list has the attention of GPUs only.
     saved = gpt2.SAVED | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
     recompute = config.activation_checkpoint
     recompute.selective_ac_option = "op"
-    x = torch.randn(2, 32, workload.width, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2, 32, workload.width, dtype=dtype, requires_grad=True)
     inputs = (x,) if workload.gpt2 else (x, model.freqs_cis, None)
     own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     found: dict[int, Any] = {}
@@ -106,7 +114,15 @@ def saved_bytes_per_token(workload: Workload, compiled: bool, by_operation: bool
 
 @pytest.mark.parametrize(
     "workload, compiled, by_operation",
-    [(LLAMA, True, False), (GPT2, True, False), (GPT2, False, False), (LLAMA, True, True), (GPT2, True, True)],
+    [
+        (LLAMA, True, False),
+        (GPT2, True, False),
+        (GPT2, False, False),
+        (LLAMA, True, True),
+        (GPT2, True, True),
+        (replace(LLAMA, entry_bytes=4.0), True, False),
+        (replace(GPT2, entry_bytes=4.0), True, True),
+    ],
 )
 def test_a_layer_stores_the_predicted_tensors(workload: Workload, compiled: bool, by_operation: bool) -> None:
     """Llama's norms are not fused on a CPU without compilation, and then store FP32 copies."""

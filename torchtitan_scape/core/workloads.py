@@ -127,6 +127,7 @@ class Workload:
         positions: Rows of the learned position embedding for GPT-2, which also has biases, a tied output and GELU; 0
             for Llama.
         recomputation: Activation checkpointing and compilation; by default those of `train_configs/models`.
+        entry_bytes: Size of an entry of activations and gathered weights: 2, or 4 in FP32.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Workload:
     batch: int
     positions: int = 0
     recomputation: Recomputation = Recomputation()
+    entry_bytes: float = 2.0
 
     def __post_init__(self) -> None:
         if self.gpt2 and self.sequence > self.positions:
@@ -204,20 +206,20 @@ class Workload:
         return 6.0 * (self.parameters - lookup_rows * self.width) + 6.0 * self.layers * self.width * self.sequence
 
     def activation_bytes(self, micro_batch: int, output: bool = True) -> float:
-        """Return the estimated peak of activations for `micro_batch` sequences in BF16.
+        """Return the estimated peak of activations in bytes for `micro_batch` sequences.
 
         The peak is at the start of the backward pass: the stored activations of all layers, and the larger of what the
         loss and what the backward pass of one layer need. Without `output`, the loss is on another rank. A compiled
-        loss needs the logits and their gradient in BF16; another one a second and a third copy in FP32.
+        loss needs the logits and their gradient; another one two copies in FP32 besides, or one if logits are FP32.
         """
-        w, options = self.width, self.recomputation
+        w, options, size = self.width, self.recomputation, self.entry_bytes
         complete, reduced = self._layer_bytes()
         count = options.recomputed(self.layers)
         stored = (self.layers - count) * complete + count * reduced
-        layer = 4.0 * (w + self.ffn) + (complete if count else 0.0)
+        layer = 2 * size * (w + self.ffn) + (complete if count else 0.0)
         if options.mode == "memory_budget":
-            stored, layer = self.layers * (2 * w + options.budget * (complete - 2 * w)), layer + complete
-        loss = (4.0 if options.compiles_loss else 12.0) * self.vocab + 4.0 * w if output else 0.0
+            stored, layer = self.layers * (size * w + options.budget * (complete - size * w)), layer + complete
+        loss = (2 * size if options.compiles_loss else 12.0) * self.vocab + 2 * size * w if output else 0.0
         return micro_batch * self.sequence * (stored + max(loss, layer))
 
     def _layer_bytes(self) -> tuple[float, float]:
@@ -233,21 +235,24 @@ class Workload:
         if not self.gpt2:
             complete += f if self.recomputation.compiles_layers else 2 * f
         by_operation = self.recomputation.mode == "selective" and self.recomputation.option == "op"
-        return 2.0 * complete + statistics, 2.0 * operations + 4.0 * self.heads if by_operation else 2.0 * w
+        reduced = operations * self.entry_bytes + 4.0 * self.heads if by_operation else w * self.entry_bytes
+        return complete * self.entry_bytes + statistics, reduced
 
-    def working_bytes(self) -> float:
+    def working_bytes(self, shards: int) -> float:
         """Return the estimated memory of FSDP's largest unit (a layer or an embedding), with the next one being
-        gathered.
+        gathered, of a model on `shards` ranks.
 
-        Two BF16 copies of its parameters (4 bytes per parameter), BF16 gradients, and the FP32 input of the reduction
-        (2 + 4). GPT-2's embeddings are gathered throughout, in addition to its layers: a copy, BF16 gradients, and the
-        reduction at the end.
+        Two copies of its parameters, its gradients, and the FP32 input of the reduction. GPT-2's embeddings are
+        gathered throughout, in addition to its layers: a copy, gradients, and the reduction at the end. An FP32 model
+        on one rank is trained without FSDP.
         """
+        if shards == 1 and self.entry_bytes == 4.0:
+            return 0.0
         tables = (self.positions + self.vocab if self.gpt2 else 2 * self.vocab) * self.width
-        layer = (self.parameters - tables) / max(1, self.layers)
+        layer, unit = (self.parameters - tables) / max(1, self.layers), 3 * self.entry_bytes + 4.0
         if self.gpt2:
-            return max(10.0 * layer + 4.0 * tables, 8.0 * tables)
-        return 10.0 * max(layer, self.vocab * self.width)
+            return max(unit * layer + 2 * self.entry_bytes * tables, (2 * self.entry_bytes + 4.0) * tables)
+        return unit * max(layer, self.vocab * self.width)
 
 
 @lru_cache(maxsize=64)  # the planner asks for the same shards many times

@@ -109,6 +109,7 @@ def workload_of(config: JobConfig) -> Workload:
         batch=config.training.global_batch_size,
         positions=parameters.get("pos_embeddings.weight", (0,))[0],
         recomputation=_recomputation(config),
+        entry_bytes=4.0 if config.training.mixed_precision_param == "float32" else 2.0,
     )
     assert dict(zip(workload.names(), workload.shapes(), strict=True)) == parameters
     return workload

@@ -81,7 +81,8 @@ class PlannedRun:
     ) -> dict[str, float]:
         """Return the estimated bytes on a rank's device, by kind: `device_memory`, FSDP's copy and activations."""
         kinds = self.device_memory(workload.local(shard), replicas, several_levels)
-        return kinds | {"working copy": workload.working_bytes(), "activations": workload.activation_bytes(micro_batch)}
+        kinds["working copy"] = workload.working_bytes(shard)
+        return kinds | {"activations": workload.activation_bytes(micro_batch)}
 
     def simulated_memory(self, model: LocalModel, replicas: int) -> dict[str, float]:
         """Return the bytes of a process that simulates all replicas, by kind, without activations and FSDP's copy.

@@ -139,8 +139,8 @@ def stage_memory(
         size, is_last = config.parallelism.pipeline_parallel_microbatch_size, number == layout.pipeline - 1
         is_1f1b = config.parallelism.pipeline_parallel_schedule.lower() == "1f1b"
         kept = min(batches, layout.pipeline - number) if is_1f1b else batches
-        gathered = 6.0 * part.entries * shards / layout.tensor if shards > 1 else 0.0
-        kinds["working copy"] = workload.working_bytes() + gathered
+        gathered = (workload.entry_bytes + 4.0) * part.entries * shards / layout.tensor if shards > 1 else 0.0
+        kinds["working copy"] = workload.working_bytes(shards) + gathered
         kinds["activations"] = kept * own.activation_bytes(size, output=is_last)
         stages.append((part, kinds))
     return max(stages, key=lambda one: sum(one[1].values()))
@@ -160,8 +160,9 @@ def check_memory(config: JobConfig, layout: Layout, device_type: str, rank: int)
     """
     simulated, method = config.topology.simulate_replicas, method_of(config)
     workload = workload_of(config)
-    model = workload.local(layout.shard * layout.context * layout.tensor)
-    estimated = workload.working_bytes() + workload.activation_bytes(config.training.local_batch_size)
+    shards = layout.shard * layout.context * layout.tensor
+    model = workload.local(shards)
+    estimated = workload.working_bytes(shards) + workload.activation_bytes(config.training.local_batch_size)
 
     def needed(replicas: int) -> dict[str, float]:
         return method.simulated_memory(model, replicas)
