@@ -168,22 +168,33 @@ def _budget(group: list[_Stored], report: dict[str, Any]) -> Budget:
     one = Budget(title, parameters, names.get(text, text), steps, batch, replicas)
     for method in dict.fromkeys(stored.method for stored in group):
         of_method = [stored for stored in group if stored.method == method]
-        trials, by_trial = dict[Trial, Options](), dict[str, dict[int, Run]]()
-        for _, options, run, spec in of_method:
-            trial = Trial(describe_also(spec.also) if spec else "", run["learning_rate"], run.get("validation_loss"))
-            by_trial.setdefault(trial.text, {})[run["seed"]] = run
-            if run["seed"] == (spec.of.seeds[0] if spec else run["tuning_seed"]):
-                trials[trial] = options
+        trials, settings = dict[Trial, list[_Stored]](), dict[str, list[_Stored]]()
+        for stored in of_method:
+            settings.setdefault(digest(stored.options | {"debug.seed": None}), []).append(stored)
+        for same in settings.values():
+            spec = next((stored.spec for stored in same if stored.spec), None)
+            also = describe_also(spec.also if spec else _varied(same[0].options, of_method))
+            seed = spec.of.seeds[0] if spec else same[0].run["tuning_seed"]
+            for run in (stored.run for stored in same if stored.run["seed"] == seed):
+                trials[Trial(also, run["learning_rate"], run.get("validation_loss"))] = same
         if done := [trial for trial in trials if trial.loss is not None]:
             best = min(done, key=lambda trial: (trial.loss, trial.rate))
-            runs = {seed: run for seed, run in sorted(by_trial[best.text].items()) if "error" not in run}
+            by_seed = sorted(trials[best], key=lambda stored: stored.run["seed"])
+            runs = {stored.run["seed"]: stored.run for stored in by_seed if "error" not in stored.run}
             losses = {seed: run["validation_loss"] for seed, run in runs.items()}
-            shares = costs.shares(trials[best], runs[min(runs)])
+            options = trials[best][0].options
+            shares = costs.shares(options, runs[min(runs)])
             label = next((stored.spec.label for stored in of_method if stored.spec), of_method[0].run["label"])
-            entry = Entry(label, method, best, sorted(trials, key=lambda t: t[:2]), trials[best], runs, losses, shares)
+            entry = Entry(label, method, best, sorted(trials, key=lambda t: t[:2]), options, runs, losses, shares)
             one.entries.append(entry)
     one.entries.sort(key=lambda entry: (not entry.is_dense, -entry.shares[0], len(entry.label), entry.label))
     return one
+
+
+def _varied(options: Options, group: list[_Stored]) -> Options:
+    """Return the options that differ within a group, without rate and seed: they name a run that no grid declares."""
+    same = _common(group).keys() | {"optimizer.lr", "debug.seed"}
+    return {key: value for key, value in options.items() if key not in same}
 
 
 def _common(group: list[_Stored]) -> Options:

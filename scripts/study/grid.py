@@ -396,7 +396,8 @@ def read_recipe(recipe: str) -> Options:
 
 def describe_also(also: Options) -> str:
     """Return {"sync.diloco.outer_lr": 0.4} as ", outer_lr 0.4"; "" for {}."""
-    return "".join(f", {option.rpartition('.')[2]} {value:g}" for option, value in also.items())
+    texts = {key.rpartition(".")[2]: f"{value:g}" if isinstance(value, float) else value for key, value in also.items()}
+    return "".join(f", {name} {text}" for name, text in texts.items())
 
 
 def largest_divisor(count: int, limit: int) -> int:

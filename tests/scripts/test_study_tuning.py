@@ -180,6 +180,20 @@ def test_the_report_is_made_of_stored_runs_alone(grid: Grid, tmp_path: Path) -> 
         assert (tmp_path / name).stat().st_size > 5000 and f"({name})" in text
 
 
+def test_runs_that_the_grid_no_longer_declares_are_trials_of_their_own(grid: Grid, tmp_path: Path) -> None:
+    """Runs at one rate with other options were one trial, whose loss was that of the last run."""
+    one, store = grid.sets[0], Store(tmp_path / "out")
+    for number, (seed, also) in enumerate([(0, {}), (1, {}), (0, {"sync.scape.selection": "tensor"})]):
+        spec = grid.spec(one, "scape", 0.004, seed, also or None)
+        keep(store, spec, 2.0 + 0.1 * number)
+    (tmp_path / "grid.toml").write_text(GRID.replace('"dense-adams", "scape"', '"dense-adams"'))
+    ((budget,), _) = budgets_of(Grid(tmp_path / "grid.toml"), store)
+    (entry,) = budget.entries
+    assert entry.losses == {0: 2.0, 1: 2.1} and entry.best.loss == 2.0
+    assert [trial.loss for trial in entry.trials] == [2.0, 2.2]
+    assert entry.trials[1].text == "0.004, selection tensor"
+
+
 def test_the_declared_grid_names_options_that_there_are() -> None:
     grid = Grid(GRIDS / "comparison.toml")
     for name, options in grid.methods.items():
