@@ -143,31 +143,6 @@ def _ticks(axis: Any, at: Sequence[float], low: float, high: float) -> None:
     axis.xaxis.set_major_formatter("{x:g}")
 
 
-def gap(grid: Grid, store: Store, folder: Path) -> Captions:
-    """Draw the final gap to dense AdamS over the density, a line for each code."""
-    every = budgets_of(grid, store)[0]
-    found = [one for one in every if any(e.option("density") and e.gaps(one.dense("AdamS")) for e in one.others)]
-    if not found:
-        return {}
-    drawn, axes = _panels(found, 3, 5.0, 0.9, 3.6)
-    for axis, one in zip(axes.flat, found, strict=False):
-        axis.axhspan(-one.scatter, one.scatter, color="#000000", alpha=0.1, label="AdamS, dense: ± one deviation")
-        axis.axhline(0, color="#000000", linestyle="--", linewidth=1)
-        points: dict[str, list[tuple[float, list[float]]]] = {}
-        for entry in one.others:
-            if entry.option("density") and (gaps := entry.gaps(one.dense("AdamS"))):
-                variant = ", variants" if entry.method in grid.report.get("not_on_frontier", ()) else ""
-                points.setdefault(family(entry) + variant, []).append((entry.option("density"), gaps))
-        for i, (name, values) in enumerate(sorted(points.items())):
-            style = look(1 + i, False) | ({"linestyle": "none"} if name.endswith("variants") else {})
-            axis.plot(*zip(*sorted((d, statistics.mean(g)) for d, g in values), strict=True), label=name, **style)
-            for density, gaps in values:
-                axis.plot([density] * len(gaps), gaps, ".", color=style["color"], markersize=3)
-        axis.set(xscale="log", xlabel="density", ylabel="final gap to dense AdamS (%)")
-    save(drawn, folder / "gap.png", axes.flat[: len(found)])
-    return {"gap.png": "Final gap to dense AdamS against density"}
-
-
 def steps(grid: Grid, store: Store, folder: Path) -> Captions:
     """Draw training and validation losses over the steps of the budget with the most tokens."""
     one = max(budgets_of(grid, store)[0], key=lambda budget: budget.steps * budget.batch)
@@ -197,7 +172,6 @@ def _loss_curves(curves: dict[str, tuple[Any, Any, bool]], title: str, start: fl
 
 FIGURES: dict[str, Callable[[Grid, Store, Path], Captions]] = {
     "frontier": partial(loss_against_bytes, frontier=True),
-    "gap": gap,
     "loss_against_bytes": loss_against_bytes,
     "loss_against_seconds": loss_against_seconds,
     "loss_for_bytes": line_figures.loss_for_bytes,

@@ -22,7 +22,7 @@ HEAD = (
 density_warmup = 0.1
 [report]
 tables = ["budgets"]
-figures = ["frontier", "gap", "steps"]
+figures = ["frontier", "steps"]
 gaps = ["AdamS"]
 not_on_frontier = ["scape-0.1"]
 [methods]

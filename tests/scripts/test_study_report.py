@@ -25,7 +25,7 @@ def test_the_report_has_the_numbers_of_the_runs(study: Study) -> None:
     assert "(edge)" not in text.partition("##")[2]
     assert "4 replicas" in text and "8 replicas" in text and "Nothing" not in text
     pictures = {path.name for path in study.output.glob("*.png")}
-    assert pictures == {"gap.png", "steps-40x1024-r4.png"}, "frontier.png has coded payloads"
+    assert pictures == {"steps-40x1024-r4.png"}, "frontier.png has coded payloads"
     assert all((study.output / name).stat().st_size > 5000 and f"({name})" in text for name in pictures)
 
 
