@@ -30,6 +30,7 @@ from torchtitan_scape.checkpoint.storage import (
     failure_text,
     find_damage,
     is_complete,
+    is_finished,
     read_manifest,
     remove,
     steps_in,
@@ -272,7 +273,9 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> Non
     (tmp_path / "checkpoint").symlink_to(tmp_path / "checkpoint")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         steps_in(tmp_path / "checkpoint")
-    assert steps_in(tmp_path / "none") == []
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        is_finished(tmp_path / "checkpoint")
+    assert steps_in(tmp_path / "none") == [] and not is_finished(tmp_path / "none")
 
 
 def cause_of_rank_0() -> int | None:
@@ -295,3 +298,21 @@ def cause_of_rank_0() -> int | None:
 def test_the_cause_of_an_error_of_rank_0_reaches_all_ranks(pool2: Pool) -> None:
     """It decides about the exit code."""
     assert pool2(cause_of_rank_0) == [errno.ESTALE] * 2
+
+
+def unreadable_on_rank_1(path: str) -> tuple[str, int | None]:
+    def read(file: Path, size: int) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with patch.object(storage, "_crc32_of", read if dist.get_rank() == 1 else storage._crc32_of):
+        try:
+            return storage.first_damage(path) or "", None
+        except ValueError as error:
+            cause = passing_cause(error)
+            return str(error), cause and cause.errno
+
+
+def test_a_lost_server_is_no_damage(pool2: Pool, saved: Path) -> None:
+    """An older checkpoint was loaded; if there was none, the run ended with the advice to start in another folder."""
+    stale = f"{saved} cannot be read: Stale file handle", errno.ESTALE
+    assert pool2(unreadable_on_rank_1, str(saved)) == [stale] * 2

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_scape.core.files import (
+    may_pass,
     parse_json,
     passing_cause,
     pointer_text,
@@ -272,8 +274,6 @@ def read_manifest(path: str | os.PathLike[str], name: str = MANIFEST) -> list[Fi
         ValueError: The manifest is missing or damaged, or has another format.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"there is no folder {path}")
     try:
         manifest = parse_json((path / name).read_bytes())
         version, files = manifest["format"], manifest["files"]
@@ -284,7 +284,9 @@ def read_manifest(path: str | os.PathLike[str], name: str = MANIFEST) -> list[Fi
             require_plain_name(one.name, path / MANIFEST)
             if type(one.size) is not int:
                 raise TypeError
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():
+            raise ValueError(f"there is no folder {path}") from None
         if (path / METADATA).is_file():
             raise ValueError(f"{path} has no {MANIFEST}, so its files cannot be checked") from None
         if steps := [one for one in path.glob("step-*") if is_finished(one) and one.name[5:].isdigit()]:
@@ -301,8 +303,14 @@ def read_manifest(path: str | os.PathLike[str], name: str = MANIFEST) -> list[Fi
 
 
 def is_finished(path: str | os.PathLike[str]) -> bool:
-    """Return whether a save was completed: there is a manifest. Its files may have been damaged since."""
-    return Path(path, MANIFEST).is_file()
+    """Return whether a save was completed: there is a manifest. Its files may have been damaged since.
+
+    Raises OSError if that cannot be determined. `Path.is_file` would return False, with Python 3.14 for any error.
+    """
+    try:
+        return stat.S_ISREG(os.stat(Path(path, MANIFEST)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -318,14 +326,19 @@ def find_damage(path: str | os.PathLike[str], rank: int = 0, world_size: int = 1
 
     Returns:
         The first damaged file and its damage, as a clause; None without damage.
+
+    Raises:
+        OSError: A file cannot be read for a reason that may pass: it may be intact.
     """
     path = Path(path)
     try:
         files = read_manifest(path)
     except ValueError as error:
+        if cause := passing_cause(error):
+            raise cause from None
         return str(error)
     for one in share_of(files, rank, world_size):
-        if (damage := damage_of(path, one, reads=True)) is not None:
+        if (damage := damage_of(path, one, reads=True, raises=True)) is not None:
             return damage
     return None
 
@@ -341,8 +354,11 @@ def share_of(files: list[FileSum], rank: int, world_size: int) -> list[FileSum]:
     return mine
 
 
-def damage_of(path: Path, one: FileSum, reads: bool) -> str | None:
-    """Return the damage of a file, as a clause: a wrong size, or if it `reads` the file also a wrong checksum."""
+def damage_of(path: Path, one: FileSum, reads: bool, raises: bool = False) -> str | None:
+    """Return the damage of a file, as a clause: a wrong size, or if it `reads` the file also a wrong checksum.
+
+    An error of a read that may pass is damage as well, as of a local disk, or `raises`.
+    """
     file, crc32 = path / one.name, one.crc32
     try:
         size = file.stat().st_size
@@ -351,6 +367,8 @@ def damage_of(path: Path, one: FileSum, reads: bool) -> str | None:
     except FileNotFoundError:
         return f"{file} is missing"
     except OSError as error:
+        if raises and may_pass(error):
+            raise
         return f"{file} cannot be read: {error.strerror}"
     if size != one.size:
         wrong = "truncated" if size < one.size else "too long"
@@ -400,8 +418,20 @@ def call_on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def first_damage(path: str) -> str | None:
-    """Return a description of the first damage, or None. Collective: each rank reads some of the files."""
-    damages = gather_lists(dist.group.WORLD, [find_damage(path, dist.get_rank(), dist.get_world_size())])
+    """Return a description of the first damage, or None. Collective: each rank reads some of the files.
+
+    Raises:
+        ValueError: On every rank, from the error of a read that may pass.
+    """
+    damage: str | None = None
+    lost: OSError | None = None
+    try:
+        damage = find_damage(path, dist.get_rank(), dist.get_world_size())
+    except OSError as error:
+        lost = error
+    damages, errors = zip(*gather_lists(dist.group.WORLD, [(damage, lost)]), strict=True)
+    if error := next(filter(None, errors), None):
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return next((text for text in damages if text is not None), None)
 
 
