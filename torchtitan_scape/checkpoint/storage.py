@@ -430,8 +430,8 @@ def first_damage(path: str) -> str | None:
     except OSError as error:
         lost = error
     damages, errors = zip(*gather_lists(dist.group.WORLD, [(damage, lost)]), strict=True)
-    if error := next(filter(None, errors), None):
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if first := next(filter(None, errors), None):
+        raise ValueError(f"{path} cannot be read: {first.strerror}") from first
     return next((text for text in damages if text is not None), None)
 
 
