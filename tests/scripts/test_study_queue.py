@@ -93,7 +93,7 @@ def test_stored_runs_are_those_of_the_grid(path: Path) -> None:
     known = {
         "at_size": 6,
         "quality_study": 1,
-        "sizes": 4,
+        "sizes": 2,
         "strong_scaling": 420,
     }
     assert missing == (known | {"frontier_paper": 30, "radius_table_3": 5}).get(path.stem, 0)
