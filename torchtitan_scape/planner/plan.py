@@ -229,7 +229,7 @@ def _losses(case: PlanRequest, advice: Advice) -> Iterator[str]:
 def _gain(advice: Advice) -> str:
     if advice.dense and advice.compressed:
         return f"{advice.gain:.2f} x"
-    return f"no {'compressed' if advice.dense else 'dense'} run fits"
+    return f"no {'advised method with compression' if advice.dense else 'dense run'} fits"
 
 
 def _count(parameters: int) -> str:
